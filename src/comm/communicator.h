@@ -1,0 +1,106 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "src/comm/reduce_op.h"
+#include "src/comm/stream.h"
+
+namespace ppfsdp::comm {
+
+/// A collective that failed, timed out or does not match its peers. `what()` is one line that names
+/// the operation, the group, its sequence number, this rank and, where known, the rank that differs.
+class CommError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class Communicator;
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+/// One rank's end of a group of ranks.
+///
+/// Operations are queued on the stream that is named and complete in its order: a result may be
+/// read on another stream after an event of this one, by the host after Event::synchronize. Ranks
+/// must issue the operations of a group in one order. Tensors must be contiguous, on the runtime's
+/// device, and are kept alive until the operation is done. Every argument is checked before the
+/// backend is called (c10::Error names the operation, the argument, what was got and what would be
+/// right); failures of the operation itself are CommError. Roots and peers are ranks in this group.
+class Communicator {
+ public:
+  /// `ranks`: the members as ranks of the world, in group order; `rank`: this rank's index in it.
+  Communicator(std::string name, std::vector<int> ranks, int rank);
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  const std::vector<int>& ranks() const { return ranks_; }
+  const std::string& name() const { return name_; }
+  /// How many operations this rank has issued on the group; the next one's sequence number.
+  uint64_t sequence() const { return sequence_; }
+
+  /// output[r * n, (r+1) * n) = rank r's input, n = input.numel(). `input` may be this rank's slot
+  /// of `output` (then nothing is copied). output.numel() = size() * n; one dtype, any dtype.
+  void all_gather_into(const at::Tensor& output, const at::Tensor& input, Stream& stream);
+
+  /// output = this rank's n elements of the elementwise reduction of all inputs, n =
+  /// output.numel(); input.numel() = size() * n. Rounded to the dtype after every addition.
+  /// `input` may be overwritten.
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op,
+                      Stream& stream);
+
+  /// In place; every rank gets the same bits.
+  void all_reduce(const at::Tensor& tensor, const ReduceOp& op, Stream& stream);
+
+  void broadcast(const at::Tensor& tensor, int root, Stream& stream);
+
+  /// Sends input_splits[r] elements to rank r and receives output_splits[r] from it, each side
+  /// concatenated in rank order. Empty splits mean equal parts.
+  void all_to_all(const at::Tensor& output, const at::Tensor& input,
+                  c10::ArrayRef<int64_t> output_splits, c10::ArrayRef<int64_t> input_splits,
+                  Stream& stream);
+
+  /// Point to point, matched in order for each pair of ranks.
+  void send(const at::Tensor& tensor, int peer, Stream& stream);
+  void recv(const at::Tensor& tensor, int peer, Stream& stream);
+
+  /// Blocks the calling rank until every rank of the group is here.
+  void barrier();
+
+  /// The group of those members (ranks in this group, ascending) that pass the same list. Every
+  /// member of this group calls it, in the same order, with the list that holds itself.
+  CommunicatorPtr subgroup(const std::vector<int>& members, const std::string& name);
+
+ protected:
+  virtual void do_all_gather_into(const at::Tensor& output, const at::Tensor& input,
+                                  Stream& stream) = 0;
+  virtual void do_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                 const ReduceOp& op, Stream& stream) = 0;
+  virtual void do_all_reduce(const at::Tensor& tensor, const ReduceOp& op, Stream& stream) = 0;
+  virtual void do_broadcast(const at::Tensor& tensor, int root, Stream& stream) = 0;
+  /// Splits are filled in here.
+  virtual void do_all_to_all(const at::Tensor& output, const at::Tensor& input,
+                             const std::vector<int64_t>& output_splits,
+                             const std::vector<int64_t>& input_splits, Stream& stream) = 0;
+  virtual void do_send(const at::Tensor& tensor, int peer, Stream& stream) = 0;
+  virtual void do_recv(const at::Tensor& tensor, int peer, Stream& stream) = 0;
+  virtual void do_barrier() = 0;
+  virtual CommunicatorPtr do_subgroup(const std::vector<int>& members,
+                                      const std::string& name) = 0;
+
+ private:
+  std::string name_;
+  std::vector<int> ranks_;
+  int rank_;
+  uint64_t sequence_ = 0;
+};
+
+}  // namespace ppfsdp::comm
