@@ -16,12 +16,12 @@ using DeviceMeshPtr = std::shared_ptr<const DeviceMesh>;
 /// Ranks laid out as an n-dimensional array, row-major, with a communicator for each dim.
 ///
 /// A collective along dim d runs over the ranks that differ from this one in coordinate d only.
-/// Immutable; made by every rank of the world together, in one order (`create` makes the groups, which
-/// every rank of the world takes part in).
+/// Immutable; made by every rank of the world together, in one order (`create` makes the groups,
+/// which every rank of the world takes part in).
 class DeviceMesh : public std::enable_shared_from_this<DeviceMesh> {
  public:
-  /// A mesh over all ranks of `runtime` (which must outlive it): prod(shape) = world_size. Names, if
-  /// given, are one a dim, distinct and not empty.
+  /// A mesh over all ranks of `runtime` (which must outlive it): prod(shape) = world_size. Names,
+  /// if given, are one a dim, distinct and not empty.
   static DeviceMeshPtr create(comm::Runtime& runtime, std::vector<int64_t> shape,
                               std::vector<std::string> dim_names = {});
 
