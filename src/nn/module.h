@@ -1,16 +1,22 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
+#include <torch/ordered_dict.h>
 
+#include <array>
 #include <concepts>
+#include <cstddef>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -33,15 +39,22 @@ class ModuleExtension {
 class Module : public torch::nn::Module {
  public:
   using TensorRefs = std::vector<at::Tensor*>;
-  /// Sees, and may replace, the tensors in the arguments of forward.
+  using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
+  /// Sees, and may replace, the tensors in the arguments of forward. The caller's own variables
+  /// keep their values.
   using ForwardPreHook = std::function<void(Module& module, const TensorRefs& inputs)>;
   /// Sees, and may replace, the tensors in the result of forward.
   using ForwardHook = std::function<void(Module& module, const TensorRefs& outputs)>;
 
   using torch::nn::Module::Module;
+  /// A copy's slots would be the original's members.
+  Module(const Module&) = delete;
+  Module& operator=(const Module&) = delete;
 
   /// Registers `value` under `name` and makes `slot` (a member of this module) its reader. Assigns
-  /// `value` to `slot`. A tensor registered in several modules is one (tied) parameter.
+  /// `value` to `slot` and returns it. A tensor registered in several modules, or under several
+  /// names, is one (tied) parameter: each name has its own slot. Throws for an undefined value, a
+  /// name in use, a slot that another name of this module has.
   at::Tensor& register_parameter(std::string name, at::Tensor& slot, at::Tensor value,
                                  bool requires_grad = true);
   /// Likewise for a buffer. A buffer that is not persistent can be recomputed and is left out of
@@ -49,8 +62,17 @@ class Module : public torch::nn::Module {
   at::Tensor& register_buffer(std::string name, at::Tensor& slot, at::Tensor value,
                               bool persistent = true);
 
-  /// The slot of this module's own parameter or buffer `name`; null when it was registered without.
+  /// Parameters by name in the order of registration, a module's own before its children's. A tied
+  /// parameter appears once, under its first name, unless `remove_duplicates` is false.
+  /// (torch::nn::Module's function of this name lists it under every name.)
+  NamedTensors named_parameters(bool recurse = true, bool remove_duplicates = true) const;
+  /// The values of named_parameters(recurse).
+  std::vector<at::Tensor> parameters(bool recurse = true) const;
+
+  /// The slot of this module's own parameter or buffer `name`; null when there is none.
   at::Tensor* slot(const std::string& name) const;
+  /// Whether this module's own buffer `name` belongs into checkpoints; an error for other names.
+  bool is_buffer_persistent(const std::string& name) const;
   /// Replaces the registered entry of this module's own parameter and leaves its slot alone.
   void set_registered_parameter(const std::string& name, at::Tensor value);
   /// Replaces entry and slot of this module's own buffer.
@@ -60,47 +82,191 @@ class Module : public torch::nn::Module {
   /// generator; a module with parameters or buffers overrides it.
   virtual void reset_parameters() {}
 
-  /// Hooks run in the order of registration; those with `prepend` before all others.
+  /// Hooks run in the order of registration; those with `prepend` before all others. A hook that is
+  /// registered from inside a hook of the same kind and not prepended runs in the same call.
   void register_forward_pre_hook(ForwardPreHook hook, bool prepend = false);
   void register_forward_hook(ForwardHook hook, bool prepend = false);
   bool has_forward_hooks() const { return !pre_hooks_.empty() || !hooks_.empty(); }
   void run_forward_pre_hooks(const TensorRefs& inputs);
   void run_forward_hooks(const TensorRefs& outputs);
 
-  /// One extension a key ("fsdp").
+  /// One extension a key ("fsdp"); null removes it.
   void set_extension(const std::string& key, std::shared_ptr<ModuleExtension> extension);
+  /// Null when there is none.
   ModuleExtension* extension(const std::string& key) const;
 
  private:
+  void check_registration(const char* function, const std::string& name, const at::Tensor& slot,
+                          const at::Tensor& value) const;
+
   std::map<std::string, at::Tensor*> slots_;
   std::map<std::string, bool> buffer_persistent_;
-  std::vector<ForwardPreHook> pre_hooks_;
-  std::vector<ForwardHook> hooks_;
+  // Lists: a hook may register another while it runs.
+  std::list<ForwardPreHook> pre_hooks_;
+  std::list<ForwardHook> hooks_;
   std::map<std::string, std::shared_ptr<ModuleExtension>> extensions_;
 };
 
-/// Appends the addresses of the tensors in `value`: tensors, optionals, vectors, pairs, tuples and
-/// arrays of them, at any depth. Other types are passed over.
+/// Reset of `module` and everything below it, a module before its children: reset_parameters of
+/// each ppfsdp::nn::Module, once each.
+void reset_all_parameters(Module& module);
+
+namespace internal {
+
 template <typename T>
-void collect_tensors(T& value, Module::TensorRefs& out);
+concept CollectsItself = requires(T& value, Module::TensorRefs& out) {
+  value.collect_tensors(out);
+};
+
+/// Whether a T can hold tensors that collect_tensors finds.
+template <typename T>
+struct HoldsTensors : std::bool_constant<std::derived_from<T, at::Tensor> || CollectsItself<T>> {};
+template <typename T>
+struct HoldsTensors<std::optional<T>> : HoldsTensors<T> {};
+template <typename T, typename A>
+struct HoldsTensors<std::vector<T, A>> : HoldsTensors<T> {};
+template <typename T, std::size_t n>
+struct HoldsTensors<std::array<T, n>> : HoldsTensors<T> {};
+template <typename K, typename T, typename C, typename A>
+struct HoldsTensors<std::map<K, T, C, A>> : HoldsTensors<T> {};
+template <typename K, typename T, typename H, typename E, typename A>
+struct HoldsTensors<std::unordered_map<K, T, H, E, A>> : HoldsTensors<T> {};
+template <typename T, typename U>
+struct HoldsTensors<std::pair<T, U>> : std::disjunction<HoldsTensors<T>, HoldsTensors<U>> {};
+template <typename... Ts>
+struct HoldsTensors<std::tuple<Ts...>> : std::disjunction<HoldsTensors<Ts>...> {};
+
+template <typename T>
+struct IsTensorArrayRef : std::false_type {};
+template <std::derived_from<at::Tensor> T>
+struct IsTensorArrayRef<c10::ArrayRef<T>> : std::true_type {};
+
+template <typename T>
+void collect(T& value, Module::TensorRefs& out) {
+  if constexpr (std::derived_from<T, at::Tensor>) {
+    if (value.defined()) out.push_back(&value);
+  } else if constexpr (CollectsItself<T>) {
+    value.collect_tensors(out);
+  }
+}
+template <typename T>
+void collect(std::optional<T>& value, Module::TensorRefs& out);
+template <typename T, typename A>
+void collect(std::vector<T, A>& values, Module::TensorRefs& out);
+template <typename T, std::size_t n>
+void collect(std::array<T, n>& values, Module::TensorRefs& out);
+template <typename K, typename T, typename C, typename A>
+void collect(std::map<K, T, C, A>& values, Module::TensorRefs& out);
+template <typename K, typename T, typename H, typename E, typename A>
+void collect(std::unordered_map<K, T, H, E, A>& values, Module::TensorRefs& out);
+template <typename T, typename U>
+void collect(std::pair<T, U>& values, Module::TensorRefs& out);
+template <typename... Ts>
+void collect(std::tuple<Ts...>& values, Module::TensorRefs& out);
+
+template <typename T>
+void collect(std::optional<T>& value, Module::TensorRefs& out) {
+  if constexpr (HoldsTensors<T>::value) {
+    if (value.has_value()) collect(*value, out);
+  }
+}
+template <typename T, typename A>
+void collect(std::vector<T, A>& values, Module::TensorRefs& out) {
+  if constexpr (HoldsTensors<T>::value) {
+    for (T& value : values) collect(value, out);
+  }
+}
+template <typename T, std::size_t n>
+void collect(std::array<T, n>& values, Module::TensorRefs& out) {
+  if constexpr (HoldsTensors<T>::value) {
+    for (T& value : values) collect(value, out);
+  }
+}
+template <typename K, typename T, typename C, typename A>
+void collect(std::map<K, T, C, A>& values, Module::TensorRefs& out) {
+  if constexpr (HoldsTensors<T>::value) {
+    for (auto& [key, value] : values) collect(value, out);
+  }
+}
+template <typename K, typename T, typename H, typename E, typename A>
+void collect(std::unordered_map<K, T, H, E, A>& values, Module::TensorRefs& out) {
+  if constexpr (HoldsTensors<T>::value) {
+    for (auto& [key, value] : values) collect(value, out);
+  }
+}
+template <typename T, typename U>
+void collect(std::pair<T, U>& values, Module::TensorRefs& out) {
+  collect(values.first, out);
+  collect(values.second, out);
+}
+template <typename... Ts>
+void collect(std::tuple<Ts...>& values, Module::TensorRefs& out) {
+  std::apply([&out](auto&... value) { (collect(value, out), ...); }, values);
+}
+
+/// An argument of forward while hooks run: a handle copy if it holds tensors (so that a hook
+/// replaces the argument and not the caller's variable), the caller's object otherwise.
+template <typename Arg>
+using HeldArgument = std::conditional_t<HoldsTensors<std::remove_cvref_t<Arg>>::value,
+                                        std::remove_cvref_t<Arg>, Arg&&>;
+
+}  // namespace internal
+
+/// Appends the addresses of the defined tensors in `value`: tensors, optionals, vectors, arrays,
+/// maps' values, pairs and tuples of them, at any depth, and whatever a class with a member
+/// `collect_tensors(TensorRefs&)` appends. Other types are passed over.
+template <typename T>
+void collect_tensors(T& value, Module::TensorRefs& out) {
+  internal::collect(value, out);
+}
 
 /// Owner of a module implementation, as torch::nn::ModuleHolder, whose operator() runs the forward
-/// hooks round `impl->forward(args...)`. Calling `impl->forward` directly bypasses them.
+/// hooks round `impl->forward(args...)`. Calling `impl->forward` directly bypasses them. A result
+/// that forward returns by reference is returned by value.
 template <typename Impl>
 class ModuleHolder : public torch::nn::ModuleHolder<Impl> {
  public:
   using torch::nn::ModuleHolder<Impl>::ModuleHolder;
 
   template <typename... Args>
-  auto operator()(Args&&... args);
+  auto operator()(Args&&... args)
+      -> std::remove_cvref_t<decltype(std::declval<Impl&>().forward(std::forward<Args>(args)...))> {
+    static_assert(!(internal::IsTensorArrayRef<std::remove_cvref_t<Args>>::value || ...),
+                  "hooks can't replace the tensors of an ArrayRef: pass a std::vector<at::Tensor>");
+    Impl& impl = *this->get();
+    if (!impl.has_forward_hooks()) return impl.forward(std::forward<Args>(args)...);
+    return forward_with_hooks(impl, std::index_sequence_for<Args...>(),
+                              std::forward<Args>(args)...);
+  }
+
+ private:
+  template <std::size_t... i, typename... Args>
+  static auto forward_with_hooks(Impl& impl, std::index_sequence<i...>, Args&&... args)
+      -> std::remove_cvref_t<decltype(impl.forward(std::forward<Args>(args)...))> {
+    using Result = std::remove_cvref_t<decltype(impl.forward(std::forward<Args>(args)...))>;
+    std::tuple<internal::HeldArgument<Args>...> held(std::forward<Args>(args)...);
+    Module::TensorRefs inputs;
+    (collect_tensors(std::get<i>(held), inputs), ...);
+    impl.run_forward_pre_hooks(inputs);
+    if constexpr (std::is_void_v<Result>) {
+      impl.forward(static_cast<Args&&>(std::get<i>(held))...);
+      impl.run_forward_hooks({});
+    } else {
+      Result result = impl.forward(static_cast<Args&&>(std::get<i>(held))...);
+      Module::TensorRefs outputs;
+      collect_tensors(result, outputs);
+      impl.run_forward_hooks(outputs);
+      return result;
+    }
+  }
 };
 
 }  // namespace ppfsdp::nn
 
 /// Defines `Name` as the holder of `NameImpl`, as TORCH_MODULE does.
-#define PPFSDP_MODULE(Name)                                              \
-  class Name : public ::ppfsdp::nn::ModuleHolder<Name##Impl> {           \
-   public:                                                               \
-    using ::ppfsdp::nn::ModuleHolder<Name##Impl>::ModuleHolder;          \
-    using Impl [[maybe_unused]] = Name##Impl;                            \
+#define PPFSDP_MODULE(Name)                                     \
+  class Name : public ::ppfsdp::nn::ModuleHolder<Name##Impl> {  \
+   public:                                                      \
+    using ::ppfsdp::nn::ModuleHolder<Name##Impl>::ModuleHolder; \
+    using Impl [[maybe_unused]] = Name##Impl;                   \
   }
