@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
@@ -15,7 +16,8 @@
 namespace ppfsdp::comm {
 
 /// A collective that failed, timed out or does not match its peers. `what()` is one line that names
-/// the operation, the group, its sequence number, this rank and, where known, the rank that differs.
+/// the operation, the group, its sequence number, this rank and, where known, the rank that
+/// differs.
 class CommError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -34,8 +36,10 @@ using CommunicatorPtr = std::shared_ptr<Communicator>;
 /// right); failures of the operation itself are CommError. Roots and peers are ranks in this group.
 class Communicator {
  public:
-  /// `ranks`: the members as ranks of the world, in group order; `rank`: this rank's index in it.
-  Communicator(std::string name, std::vector<int> ranks, int rank);
+  /// `ranks`: the members as ranks of the world, in group order; `rank`: this rank's index in it;
+  /// `device`: where tensors must be.
+  Communicator(std::string name, std::vector<int> ranks, int rank,
+               c10::Device device = c10::Device(c10::kCPU));
   virtual ~Communicator() = default;
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -44,31 +48,35 @@ class Communicator {
   int size() const { return static_cast<int>(ranks_.size()); }
   const std::vector<int>& ranks() const { return ranks_; }
   const std::string& name() const { return name_; }
-  /// How many operations this rank has issued on the group; the next one's sequence number.
+  c10::Device device() const { return device_; }
+  /// How many collectives (all but send and recv) this rank has issued on the group; inside a do_
+  /// function, the sequence number of the one being issued.
   uint64_t sequence() const { return sequence_; }
 
   /// output[r * n, (r+1) * n) = rank r's input, n = input.numel(). `input` may be this rank's slot
-  /// of `output` (then nothing is copied). output.numel() = size() * n; one dtype, any dtype.
+  /// of `output` (then it is not copied). output.numel() = size() * n; one dtype, any dtype.
   void all_gather_into(const at::Tensor& output, const at::Tensor& input, Stream& stream);
 
   /// output = this rank's n elements of the elementwise reduction of all inputs, n =
   /// output.numel(); input.numel() = size() * n. Rounded to the dtype after every addition.
-  /// `input` may be overwritten.
+  /// `input` may be overwritten; `output` may be this rank's slot of it.
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op,
                       Stream& stream);
 
-  /// In place; every rank gets the same bits.
+  /// In place; every rank gets the same bits. Reductions take integers (sum, min, max) and
+  /// floating-point dtypes; avg and premul-sum (of a finite factor >= 0) floating-point ones only.
   void all_reduce(const at::Tensor& tensor, const ReduceOp& op, Stream& stream);
 
+  /// Every rank's tensor becomes the root's.
   void broadcast(const at::Tensor& tensor, int root, Stream& stream);
 
   /// Sends input_splits[r] elements to rank r and receives output_splits[r] from it, each side
-  /// concatenated in rank order. Empty splits mean equal parts.
+  /// concatenated in rank order. Empty splits mean equal parts. The tensors must not overlap.
   void all_to_all(const at::Tensor& output, const at::Tensor& input,
                   c10::ArrayRef<int64_t> output_splits, c10::ArrayRef<int64_t> input_splits,
                   Stream& stream);
 
-  /// Point to point, matched in order for each pair of ranks.
+  /// Point to point, to another rank; matched in order for each pair of ranks.
   void send(const at::Tensor& tensor, int peer, Stream& stream);
   void recv(const at::Tensor& tensor, int peer, Stream& stream);
 
@@ -93,13 +101,15 @@ class Communicator {
   virtual void do_send(const at::Tensor& tensor, int peer, Stream& stream) = 0;
   virtual void do_recv(const at::Tensor& tensor, int peer, Stream& stream) = 0;
   virtual void do_barrier() = 0;
-  virtual CommunicatorPtr do_subgroup(const std::vector<int>& members,
-                                      const std::string& name) = 0;
+  virtual CommunicatorPtr do_subgroup(const std::vector<int>& members, const std::string& name) = 0;
 
  private:
+  class Checker;
+
   std::string name_;
   std::vector<int> ranks_;
   int rank_;
+  c10::Device device_;
   uint64_t sequence_ = 0;
 };
 

@@ -25,7 +25,7 @@ std::string to_string(ReductionOrder order);
 ReductionOrder parse_reduction_order(const std::string& name);
 
 /// output[i - begin] = the reduction of inputs[r][i] over all ranks r for i in [begin, end), to the
-/// bit as a collective over the whole of `inputs` gives it in this order: `inputs` are one 1-D
+/// bit as a collective over the whole of `inputs` gives it in this order: `inputs` are one
 /// contiguous CPU tensor a rank, of equal numel and dtype. A reduce-scatter's rank takes its slice,
 /// an all-reduce takes everything. Rounded to the dtype after every addition; avg divides once at
 /// the end. `output` may be a slice of an input that no later element needs (in place).

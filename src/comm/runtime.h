@@ -13,6 +13,9 @@
 
 namespace ppfsdp::comm {
 
+/// Bytes that the storage under `tensor` needs for its offset, sizes and strides.
+size_t storage_bytes(const at::Tensor& tensor);
+
 enum class StreamPriority { kNormal, kHigh };
 
 /// What the code of one rank has of the world it runs in: the only way to a backend. One a rank,
@@ -40,10 +43,11 @@ class Runtime {
 
   /// Frees the memory under `tensor` in place (its storage shrinks to 0 bytes; sizes and version
   /// counter stay), so that views and tensors saved for backward come back to life with
-  /// alloc_storage. The storage must be owned by one parameter: nothing else may read it until then.
+  /// alloc_storage. The storage must be owned by one parameter: nothing else may read it until
+  /// then.
   virtual void free_storage(const at::Tensor& tensor);
-  /// Gives the storage under `tensor` memory for its sizes again; its contents are undefined (NaN on
-  /// the simulated mesh).
+  /// Gives the storage under `tensor` memory for its sizes again; its contents are undefined (NaN
+  /// on the simulated mesh). Does nothing when the storage is large enough already.
   virtual void alloc_storage(const at::Tensor& tensor);
 };
 

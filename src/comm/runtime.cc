@@ -1,0 +1,42 @@
+#include "src/comm/runtime.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/Exception.h>
+
+namespace ppfsdp::comm {
+namespace {
+
+c10::StorageImpl& storage_of(const at::Tensor& tensor, const char* function) {
+  TORCH_CHECK(tensor.defined(), function, ": the tensor is undefined");
+  TORCH_CHECK(tensor.unsafeGetTensorImpl()->has_storage(), function,
+              ": the tensor has no storage of its own (of a DTensor, pass the local tensor)");
+  return *tensor.storage().unsafeGetStorageImpl();
+}
+
+}  // namespace
+
+size_t storage_bytes(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  int64_t last = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  return static_cast<size_t>(last + 1) * tensor.itemsize();
+}
+
+void Runtime::free_storage(const at::Tensor& tensor) {
+  c10::StorageImpl& storage = storage_of(tensor, "free_storage");
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+  storage.set_nbytes(0);
+}
+
+void Runtime::alloc_storage(const at::Tensor& tensor) {
+  c10::StorageImpl& storage = storage_of(tensor, "alloc_storage");
+  const size_t bytes = storage_bytes(tensor);
+  if (storage.nbytes() >= bytes) return;
+  storage.set_data_ptr_noswap(c10::GetAllocator(storage.device_type())->allocate(bytes));
+  storage.set_nbytes(bytes);
+}
+
+}  // namespace ppfsdp::comm
