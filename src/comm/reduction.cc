@@ -80,7 +80,9 @@ class Folder {
   using Ops = Arithmetic<T>;
   using Held = typename Ops::Held;
 
-  Folder(const ReduceOp& op, c10::ArrayRef<at::Tensor> inputs) : op_(op) {
+  /// inputs[r] holds rank r's elements from `origin` on.
+  Folder(const ReduceOp& op, c10::ArrayRef<at::Tensor> inputs, int64_t origin)
+      : op_(op), origin_(origin) {
     inputs_.reserve(inputs.size());
     for (const at::Tensor& input : inputs) inputs_.push_back(input.const_data_ptr<T>());
   }
@@ -120,7 +122,7 @@ class Folder {
   }
 
   void load(Held* to, int rank, int64_t at, int64_t count) const {
-    const T* from = inputs_[rank] + at;
+    const T* from = inputs_[rank] + (at - origin_);
     if (op_.kind == ReduceOp::Kind::kPremulSum) {
       const Held factor = static_cast<Held>(op_.factor);
       for (int64_t i = 0; i < count; ++i) to[i] = Ops::round(Ops::load(from[i]) * factor);
@@ -132,7 +134,7 @@ class Folder {
   /// accumulator 0 = accumulator 0 (op) rank's values.
   void combine_input(int rank, int64_t at, int64_t count) {
     Held* into = accumulators_[0].data();
-    const T* from = inputs_[rank] + at;
+    const T* from = inputs_[rank] + (at - origin_);
     if (op_.kind == ReduceOp::Kind::kPremulSum) {
       const Held factor = static_cast<Held>(op_.factor);
       for (int64_t i = 0; i < count; ++i) {
@@ -186,6 +188,7 @@ class Folder {
   }
 
   ReduceOp op_;
+  int64_t origin_;
   std::vector<const T*> inputs_;
   std::vector<Block> accumulators_;
 };
@@ -215,12 +218,12 @@ void for_each_chunk(int64_t chunk, int64_t begin, int64_t end, const Fn& fn) {
   }
 }
 
+/// inputs[r] holds rank r's elements from `origin` on, of a buffer of `numel`.
 template <typename T>
 void reduce(ReductionOrder order, const ReduceOp& op, c10::ArrayRef<at::Tensor> inputs,
-            int64_t begin, int64_t end, T* output) {
-  Folder<T> folder(op, inputs);
+            int64_t numel, int64_t origin, int64_t begin, int64_t end, T* output) {
+  Folder<T> folder(op, inputs, origin);
   const int n = folder.size();
-  const int64_t numel = inputs[0].numel();
   switch (order) {
     case ReductionOrder::kRankOrder:
       folder.ring(0, 1, begin, end, output);
@@ -244,6 +247,56 @@ void reduce(ReductionOrder order, const ReduceOp& op, c10::ArrayRef<at::Tensor> 
   }
 }
 
+void check_inputs(const char* function, c10::ArrayRef<at::Tensor> inputs) {
+  TORCH_CHECK(!inputs.empty(), function, ": no inputs");
+  const at::Tensor& first = inputs[0];
+  for (const at::Tensor& input : inputs) {
+    TORCH_CHECK(input.is_contiguous() && input.device().is_cpu() &&
+                    input.numel() == first.numel() && input.scalar_type() == first.scalar_type(),
+                function, ": inputs must be contiguous CPU tensors of one size and dtype, got ",
+                input.scalar_type(), input.sizes(), " on ", input.device(), " beside ",
+                first.scalar_type(), first.sizes());
+  }
+}
+
+void check_output(const char* function, const at::Tensor& input, int64_t numel,
+                  const at::Tensor& output) {
+  TORCH_CHECK(output.is_contiguous() && output.device().is_cpu() && output.numel() == numel &&
+                  output.scalar_type() == input.scalar_type(),
+              function, ": output must be a contiguous CPU tensor of ", numel, " ",
+              input.scalar_type(), ", got ", output.scalar_type(), output.sizes(), " on ",
+              output.device());
+}
+
+void dispatch(ReductionOrder order, const ReduceOp& op, c10::ArrayRef<at::Tensor> inputs,
+              int64_t numel, int64_t origin, int64_t begin, int64_t end, const at::Tensor& output) {
+  const auto run = [&]<typename T>(T) {
+    reduce<T>(order, op, inputs, numel, origin, begin, end, output.mutable_data_ptr<T>());
+  };
+  switch (inputs[0].scalar_type()) {
+    case at::kByte:
+      return run(uint8_t{});
+    case at::kChar:
+      return run(int8_t{});
+    case at::kShort:
+      return run(int16_t{});
+    case at::kInt:
+      return run(int32_t{});
+    case at::kLong:
+      return run(int64_t{});
+    case at::kHalf:
+      return run(c10::Half{});
+    case at::kBFloat16:
+      return run(c10::BFloat16{});
+    case at::kFloat:
+      return run(float{});
+    case at::kDouble:
+      return run(double{});
+    default:
+      TORCH_CHECK(false, "cannot reduce ", inputs[0].scalar_type(), " tensors");
+  }
+}
+
 }  // namespace
 
 std::string to_string(ReductionOrder order) {
@@ -264,47 +317,21 @@ ReductionOrder parse_reduction_order(const std::string& name) {
 
 void reduce_range(ReductionOrder order, const ReduceOp& op, c10::ArrayRef<at::Tensor> inputs,
                   int64_t begin, int64_t end, const at::Tensor& output) {
-  TORCH_CHECK(!inputs.empty(), "reduce_range: no inputs");
-  const at::Tensor& first = inputs[0];
-  for (const at::Tensor& input : inputs) {
-    TORCH_CHECK(input.is_contiguous() && input.device().is_cpu() &&
-                    input.numel() == first.numel() && input.scalar_type() == first.scalar_type(),
-                "reduce_range: inputs must be contiguous CPU tensors of one size and dtype, got ",
-                input.scalar_type(), input.sizes(), " on ", input.device(), " beside ",
-                first.scalar_type(), first.sizes());
-  }
-  TORCH_CHECK(0 <= begin && begin <= end && end <= first.numel(), "reduce_range: [", begin, ", ",
-              end, ") is not within [0, ", first.numel(), ")");
-  TORCH_CHECK(output.is_contiguous() && output.device().is_cpu() && output.numel() == end - begin &&
-                  output.scalar_type() == first.scalar_type(),
-              "reduce_range: output must be a contiguous CPU tensor of ", end - begin, " ",
-              first.scalar_type(), ", got ", output.scalar_type(), output.sizes(), " on ",
-              output.device());
-  const auto run = [&]<typename T>(T) {
-    reduce<T>(order, op, inputs, begin, end, output.mutable_data_ptr<T>());
-  };
-  switch (first.scalar_type()) {
-    case at::kByte:
-      return run(uint8_t{});
-    case at::kChar:
-      return run(int8_t{});
-    case at::kShort:
-      return run(int16_t{});
-    case at::kInt:
-      return run(int32_t{});
-    case at::kLong:
-      return run(int64_t{});
-    case at::kHalf:
-      return run(c10::Half{});
-    case at::kBFloat16:
-      return run(c10::BFloat16{});
-    case at::kFloat:
-      return run(float{});
-    case at::kDouble:
-      return run(double{});
-    default:
-      TORCH_CHECK(false, "reduce_range: cannot reduce ", first.scalar_type(), " tensors");
-  }
+  check_inputs("reduce_range", inputs);
+  TORCH_CHECK(0 <= begin && begin <= end && end <= inputs[0].numel(), "reduce_range: [", begin,
+              ", ", end, ") is not within [0, ", inputs[0].numel(), ")");
+  check_output("reduce_range", inputs[0], end - begin, output);
+  dispatch(order, op, inputs, inputs[0].numel(), 0, begin, end, output);
+}
+
+void reduce_slices(ReductionOrder order, const ReduceOp& op, c10::ArrayRef<at::Tensor> slices,
+                   int64_t total, int64_t begin, const at::Tensor& output) {
+  check_inputs("reduce_slices", slices);
+  const int64_t end = begin + slices[0].numel();
+  TORCH_CHECK(0 <= begin && end <= total, "reduce_slices: [", begin, ", ", end,
+              ") is not within [0, ", total, ")");
+  check_output("reduce_slices", slices[0], end - begin, output);
+  dispatch(order, op, slices, total, begin, begin, end, output);
 }
 
 }  // namespace ppfsdp::comm

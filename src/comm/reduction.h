@@ -32,4 +32,10 @@ ReductionOrder parse_reduction_order(const std::string& name);
 void reduce_range(ReductionOrder order, const ReduceOp& op, c10::ArrayRef<at::Tensor> inputs,
                   int64_t begin, int64_t end, const at::Tensor& output);
 
+/// As reduce_range for elements [begin, begin + output.numel()) of a buffer of `total` elements a
+/// rank, given those elements alone: slices[r] holds rank r's, and has the numel of `output`. For a
+/// backend that moves between ranks only what each of them needs.
+void reduce_slices(ReductionOrder order, const ReduceOp& op, c10::ArrayRef<at::Tensor> slices,
+                   int64_t total, int64_t begin, const at::Tensor& output);
+
 }  // namespace ppfsdp::comm
