@@ -29,7 +29,8 @@ struct MixedPrecisionPolicy {
 /// What happens to the unsharded parameters after forward.
 ///   unset: freed, and gathered again in backward, except for the root, which keeps them;
 ///   true / false: freed / kept;
-///   int k: kept sharded over k ranks (k divides the shard size; 1 means false, the shard size true).
+///   int k: kept sharded over k ranks (k divides the shard size; 1 means false, the shard size
+///   true).
 using ReshardAfterForward = std::variant<std::monostate, bool, int>;
 
 struct FullyShardOptions {
@@ -44,9 +45,9 @@ class FSDPModule {
  public:
   explicit FSDPModule(FSDPState* state) : state_(state) {}
 
-  /// Whether backward reduces gradients. With false, unsharded gradients accumulate (in reduce_dtype,
-  /// if that is set) and the next synchronising backward reduces their sum. `recurse`: also every
-  /// fully sharded module below.
+  /// Whether backward reduces gradients. With false, unsharded gradients accumulate (in
+  /// reduce_dtype, if that is set) and the next synchronising backward reduces their sum.
+  /// `recurse`: also every fully sharded module below.
   void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true);
   /// Whether the next backward is the last before the optimizer; only then are the pending
   /// reduce-scatters waited for and the backward's order forgotten. True by default.
@@ -65,8 +66,8 @@ class FSDPModule {
 
 /// Shards the parameters of `module` that no fully_shard below it owns over options.mesh, as one
 /// communication group, and installs the hooks that gather them for use and reduce their gradients.
-/// Apply it bottom-up: blocks first, then the root. Afterwards module.parameters() are DTensors; make
-/// the optimizer from those. Every rank calls it alike.
+/// Apply it bottom-up: blocks first, then the root. Afterwards module.parameters() are DTensors;
+/// make the optimizer from those. Every rank calls it alike.
 ///
 /// Throws for a module already sharded, a bare container, a parameter without a slot, a scalar or
 /// non-contiguous parameter, a mesh that is not 1D.

@@ -84,6 +84,21 @@ comm::Communicator& DeviceMesh::communicator(int64_t dim) const {
   return *communicators_[checked_dim(dim, ndim())];
 }
 
+const comm::CommunicatorPtr& DeviceMesh::block_communicator(int64_t dim, int64_t size) const {
+  dim = checked_dim(dim, ndim());
+  TORCH_CHECK(size > 0 && shape_[dim] % size == 0, "DeviceMesh: blocks of ", size,
+              " ranks do not divide dim ", dim, " of ", str());
+  comm::CommunicatorPtr& block = blocks_[{dim, size}];
+  if (block == nullptr) {
+    const int first = static_cast<int>(coordinates_[dim] / size * size);
+    std::vector<int> members(size);
+    std::iota(members.begin(), members.end(), first);
+    block = communicators_[dim]->subgroup(members,
+                                          fmt::format("{}/{}", communicators_[dim]->name(), size));
+  }
+  return block;
+}
+
 int64_t DeviceMesh::dim_of(const std::string& name) const {
   const auto found = std::find(dim_names_.begin(), dim_names_.end(), name);
   TORCH_CHECK(found != dim_names_.end(), "DeviceMesh: no dim is called '", name, "'; ",

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/comm/communicator.h"
@@ -44,6 +46,11 @@ class DeviceMesh : public std::enable_shared_from_this<DeviceMesh> {
   /// The group along `dim`; this rank's rank in it is coordinate(dim).
   comm::Communicator& communicator(int64_t dim) const;
 
+  /// The group of `size` consecutive ranks along `dim` that this rank is in; `size` divides
+  /// size(dim). Made by the first call (which every rank of the mesh makes alike), then shared, so
+  /// that a model of many layers needs one communicator and not one a layer.
+  const comm::CommunicatorPtr& block_communicator(int64_t dim, int64_t size) const;
+
   /// The mesh of this rank's ranks along the named dims, in the order given (which must be that of
   /// this mesh); shares the communicators. Its parent is this mesh.
   DeviceMeshPtr submesh(const std::vector<std::string>& dim_names) const;
@@ -68,6 +75,7 @@ class DeviceMesh : public std::enable_shared_from_this<DeviceMesh> {
   std::vector<int> ranks_;
   std::vector<comm::CommunicatorPtr> communicators_;
   DeviceMeshPtr parent_;
+  mutable std::map<std::pair<int64_t, int64_t>, comm::CommunicatorPtr> blocks_;
 };
 
 }  // namespace ppfsdp::mesh

@@ -57,6 +57,19 @@ TEST(DeviceMesh, SubmeshKeepsTheOtherCoordinatesAndSharesGroups) {
   });
 }
 
+// A wrong block, or one communicator a call, breaks reshard_after_forward = k.
+TEST(DeviceMesh, BlocksAreConsecutiveAndMadeOnce) {
+  sim::run_world(6, {}, [](comm::Runtime& runtime) {
+    const auto mesh = DeviceMesh::create(runtime, {6});
+    const auto& block = mesh->block_communicator(0, 3);
+    const int first = runtime.rank() / 3 * 3;
+    EXPECT_THAT(block->ranks(), ElementsAre(first, first + 1, first + 2));
+    EXPECT_EQ(block->rank(), runtime.rank() % 3);
+    EXPECT_EQ(block, mesh->block_communicator(0, 3));
+    EXPECT_THAT(error_of([&] { mesh->block_communicator(0, 4); }), HasSubstr("blocks of 4 ranks"));
+  });
+}
+
 // Bad shapes must be refused with the numbers that matter, not misplace ranks.
 TEST(DeviceMesh, RefusesWhatDoesNotFit) {
   sim::run_world(4, {}, [](comm::Runtime& runtime) {

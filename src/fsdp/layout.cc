@@ -1,0 +1,121 @@
+#include "src/fsdp/layout.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <c10/util/strides.h>
+
+#include <cstring>
+
+namespace ppfsdp::fsdp {
+namespace {
+
+// Plain bytes on the host beat a tensor operation a chunk by far: a group of ten small parameters
+// is copied in the time of one dispatch.
+bool can_use_memcpy(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_cpu() && b.is_cpu() && a.scalar_type() == b.scalar_type() && a.is_contiguous() &&
+         b.is_contiguous();
+}
+
+struct Bytes {
+  explicit Bytes(const at::Tensor& tensor)
+      : data(static_cast<char*>(tensor.mutable_data_ptr())), size(tensor.element_size()) {}
+  char* at(int64_t element) const { return data + element * size; }
+  char* data;
+  size_t size;
+};
+
+at::Tensor chunks_of(const FlatLayout& layout, const ParamExtent& extent,
+                     const at::Tensor& buffer) {
+  return buffer.view({layout.world, layout.part}).narrow(1, extent.offset, extent.chunk);
+}
+
+}  // namespace
+
+void FlatLayout::add(int64_t numel, int64_t chunk) {
+  params.push_back({numel, chunk, part});
+  part += chunk;
+}
+
+void copy_out(const FlatLayout& layout, size_t index, const at::Tensor& buffer,
+              const at::Tensor& param) {
+  const ParamExtent& extent = layout.params[index];
+  if (extent.numel == 0) {
+    return;
+  }
+  if (can_use_memcpy(buffer, param)) {
+    const Bytes from(buffer);
+    const Bytes to(param);
+    for (int64_t rank = 0; extent.begin(rank) < extent.numel; ++rank) {
+      std::memcpy(to.at(extent.begin(rank)), from.at(rank * layout.part + extent.offset),
+                  extent.length(rank) * to.size);
+    }
+    return;
+  }
+  // Whole chunks are one strided copy, the short one another: two operations for any world size.
+  const int64_t whole = extent.numel / extent.chunk;
+  const int64_t rest = extent.numel - whole * extent.chunk;
+  const at::Tensor chunks = chunks_of(layout, extent, buffer);
+  const at::Tensor flat = param.view({-1});
+  if (whole > 0) {
+    flat.narrow(0, 0, whole * extent.chunk)
+        .view({whole, extent.chunk})
+        .copy_(chunks.narrow(0, 0, whole));
+  }
+  if (rest > 0) {
+    flat.narrow(0, whole * extent.chunk, rest).copy_(chunks[whole].narrow(0, 0, rest));
+  }
+}
+
+void copy_in(const FlatLayout& layout, size_t index, const at::Tensor& grad,
+             const at::Tensor& buffer) {
+  const ParamExtent& extent = layout.params[index];
+  if (extent.chunk == 0) {
+    return;
+  }
+  if (can_use_memcpy(grad, buffer)) {
+    const Bytes from(grad);
+    const Bytes to(buffer);
+    for (int64_t rank = 0; rank < layout.world; ++rank) {
+      char* chunk = to.at(rank * layout.part + extent.offset);
+      const int64_t length = extent.length(rank);
+      std::memcpy(chunk, from.at(extent.begin(rank)), length * to.size);
+      std::memset(chunk + length * to.size, 0, (extent.chunk - length) * to.size);
+    }
+    return;
+  }
+  const int64_t whole = extent.numel / extent.chunk;
+  const int64_t rest = extent.numel - whole * extent.chunk;
+  const int64_t used = whole + (rest > 0 ? 1 : 0);
+  const at::Tensor chunks = chunks_of(layout, extent, buffer);
+  const at::Tensor flat = grad.reshape({-1});
+  if (whole > 0) {
+    chunks.narrow(0, 0, whole)
+        .copy_(flat.narrow(0, 0, whole * extent.chunk).view({whole, extent.chunk}));
+  }
+  if (rest > 0) {
+    chunks[whole].narrow(0, 0, rest).copy_(flat.narrow(0, whole * extent.chunk, rest));
+    chunks[whole].narrow(0, rest, extent.chunk - rest).zero_();
+  }
+  if (used < layout.world) {
+    chunks.narrow(0, used, layout.world - used).zero_();
+  }
+}
+
+void copy_chunk(const ParamExtent& extent, int64_t rank, const at::Tensor& param,
+                const at::Tensor& chunk) {
+  const int64_t length = extent.length(rank);
+  chunk.narrow(0, 0, length).copy_(param.view({-1}).narrow(0, extent.begin(rank), length));
+  chunk.narrow(0, length, extent.chunk - length).zero_();
+}
+
+at::Tensor typed_view(const at::Tensor& buffer, at::ScalarType dtype, int64_t offset_bytes,
+                      at::IntArrayRef sizes) {
+  const int64_t begin = buffer.storage_offset() * buffer.element_size() + offset_bytes;
+  const int64_t size = static_cast<int64_t>(c10::elementSize(dtype));
+  TORCH_CHECK(begin % size == 0, "typed_view: byte ", begin, " is not aligned for ", dtype);
+  at::Tensor view = at::empty({0}, buffer.options().dtype(dtype));
+  view.set_(buffer.storage(), begin / size, sizes, c10::contiguous_strides(sizes));
+  return view;
+}
+
+}  // namespace ppfsdp::fsdp

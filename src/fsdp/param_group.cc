@@ -1,0 +1,452 @@
+#include "src/fsdp/param_group.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "src/dtensor/dtensor.h"
+#include "src/nn/module.h"
+
+namespace ppfsdp::fsdp {
+namespace {
+
+// A cache line: vector kernels start aligned, and neighbours share no line.
+constexpr int64_t kAlignment = 64;
+
+int64_t element_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+
+int64_t product(const std::vector<int64_t>& sizes, size_t from) {
+  return std::accumulate(sizes.begin() + static_cast<int64_t>(from), sizes.end(), int64_t{1},
+                         std::multiplies<>());
+}
+
+// The one dtype of all parameters, or bytes. `layout` gets every parameter's extent in elements of
+// it. With bytes, the widest dtypes come first, so that each parameter is aligned for its own.
+at::ScalarType lay_out(const std::vector<FSDPParam>& params, at::ScalarType FSDPParam::*dtype,
+                       int64_t world, int64_t split, FlatLayout& layout) {
+  const bool uniform = std::all_of(params.begin(), params.end(), [&](const FSDPParam& param) {
+    return param.*dtype == params.front().*dtype;
+  });
+  layout = FlatLayout{split, 0, std::vector<ParamExtent>(params.size())};
+  std::vector<size_t> order(params.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (!uniform) {
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+      return element_size(params[a].*dtype) > element_size(params[b].*dtype);
+    });
+  }
+  for (const size_t index : order) {
+    const FSDPParam& param = params[index];
+    const int64_t unit = uniform ? 1 : element_size(param.*dtype);
+    const int64_t chunk_rows = (param.sizes[0] + world - 1) / world;
+    // Padded to whole chunks of all ranks, then cut into `split` parts.
+    const int64_t chunk = chunk_rows * product(param.sizes, 1) * unit * world / split;
+    layout.params[index] = {product(param.sizes, 0) * unit, chunk, layout.part};
+    layout.part += chunk;
+  }
+  return uniform ? params.front().*dtype : at::kByte;
+}
+
+}  // namespace
+
+FSDPParamGroup::FSDPParamGroup(std::vector<FSDPParam> params, const FullyShardOptions& options)
+    : params_(std::move(params)),
+      mesh_(options.mesh),
+      mp_policy_(options.mp_policy),
+      shard_dtype_(at::kFloat),
+      gather_dtype_(at::kFloat) {
+  set_reshard_after_forward(options.reshard_after_forward);
+  std::vector<at::Tensor> originals;
+  for (FSDPParam& param : params_) {
+    originals.push_back(param.sharded);
+  }
+  shard_parameters(originals);
+}
+
+void FSDPParamGroup::set_layouts() {
+  casts_ = false;
+  for (FSDPParam& param : params_) {
+    param.compute_dtype = mp_policy_.param_dtype.value_or(param.dtype);
+    casts_ = casts_ || param.compute_dtype != param.dtype;
+  }
+  shard_dtype_ = lay_out(params_, &FSDPParam::dtype, world(), world(), shard_layout_);
+  gather_dtype_ = lay_out(params_, &FSDPParam::compute_dtype, world(), world(), gather_layout_);
+}
+
+at::Tensor FSDPParamGroup::local_view(size_t index) const {
+  const FSDPParam& param = params_[index];
+  std::vector<int64_t> sizes = param.sizes;
+  sizes[0] = dtensor::shard_range(sizes[0], world(), rank()).length;
+  return typed_view(flat_shards_, param.dtype,
+                    shard_layout_.params[index].offset * element_size(shard_dtype_), sizes);
+}
+
+void FSDPParamGroup::shard_parameters(const std::vector<at::Tensor>& originals) {
+  const c10::NoGradGuard no_grad;
+  set_layouts();
+  const at::Device device =
+      originals.front().is_meta() ? at::Device(at::kMeta) : mesh_->runtime().device();
+  flat_shards_ = at::zeros({shard_layout_.part}, at::TensorOptions(shard_dtype_).device(device));
+  for (size_t i = 0; i < params_.size(); ++i) {
+    FSDPParam& param = params_[i];
+    const int64_t unit = shard_dtype_ == param.dtype ? 1 : element_size(param.dtype);
+    const ParamExtent& extent = shard_layout_.params[i];
+    const ParamExtent elements{extent.numel / unit, extent.chunk / unit, 0};
+    copy_chunk(elements, rank(), originals[i].detach(),
+               typed_view(flat_shards_, param.dtype, extent.offset * element_size(shard_dtype_),
+                          {elements.chunk}));
+    const bool requires_grad = originals[i].requires_grad();
+    param.sharded = dtensor::from_local(local_view(i), mesh_, {dtensor::Placement::shard(0)},
+                                        at::IntArrayRef(param.sizes));
+    param.sharded.set_requires_grad(requires_grad);
+    for (const Registration& registration : param.registrations) {
+      registration.module->set_registered_parameter(registration.name, param.sharded);
+      *registration.slot = param.sharded;
+    }
+  }
+}
+
+void FSDPParamGroup::make_unsharded_parameters() {
+  const c10::NoGradGuard no_grad;
+  int64_t total = 0;
+  std::vector<int64_t> offsets;
+  for (const ParamExtent& extent : gather_layout_.params) {
+    offsets.push_back(total);
+    total +=
+        (extent.numel * element_size(gather_dtype_) + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  if (!aliased()) {
+    unsharded_memory_ = at::empty({total}, flat_shards_.options().dtype(at::kByte));
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    FSDPParam& param = params_[i];
+    if (aliased()) {
+      const int64_t offset = shard_layout_.params[i].offset * element_size(shard_dtype_);
+      param.unsharded = typed_view(flat_shards_, param.compute_dtype, offset, param.sizes);
+      continue;
+    }
+    param.unsharded = typed_view(unsharded_memory_, param.compute_dtype, offsets[i], param.sizes);
+    param.unsharded_flat =
+        typed_view(unsharded_memory_, gather_dtype_, offsets[i], {gather_layout_.params[i].numel});
+  }
+}
+
+void FSDPParamGroup::lazy_init(std::shared_ptr<CommContext> context,
+                               const std::string& module_fqn) {
+  context_ = std::move(context);
+  module_fqn_ = module_fqn;
+  const FSDPParam* first = nullptr;
+  for (FSDPParam& param : params_) {
+    if (!module_fqn.empty()) {
+      param.fqn = module_fqn + "." + param.fqn;
+    }
+    TORCH_CHECK(!param.sharded.is_meta(), "fully_shard: parameter '", param.fqn,
+                "' is still on meta at the first forward; materialise and initialise the model "
+                "before it runs");
+    if (!param.sharded.requires_grad()) {
+      continue;
+    }
+    first = first == nullptr ? &param : first;
+    TORCH_CHECK(param.dtype == first->dtype, "fully_shard: the trainable parameters of '",
+                module_fqn, "' must have one dtype, since one reduce-scatter reduces them; '",
+                first->fqn, "' has ", first->dtype, ", '", param.fqn, "' has ", param.dtype);
+  }
+}
+
+void FSDPParamGroup::set_reshard_after_forward(ReshardAfterForward value) {
+  const int64_t shard_size = world();
+  if (const int* k = std::get_if<int>(&value)) {
+    TORCH_CHECK(*k > 0 && shard_size % *k == 0, "fully_shard: reshard_after_forward = ", *k,
+                " must be a positive divisor of the shard size ", shard_size);
+    if (*k == 1) {
+      TORCH_WARN("fully_shard: reshard_after_forward = 1 means false; write false");
+      value = false;
+    } else if (*k == shard_size) {
+      value = true;
+    }
+  }
+  reshard_after_forward_ = value;
+}
+
+bool FSDPParamGroup::reshard_after_forward_is_unset() const {
+  return std::holds_alternative<std::monostate>(reshard_after_forward_);
+}
+
+int FSDPParamGroup::block_size() const {
+  const int* k = std::get_if<int>(&reshard_after_forward_);
+  return k == nullptr ? 0 : *k;
+}
+
+int64_t FSDPParamGroup::shard_versions() const {
+  int64_t versions = 0;
+  for (const FSDPParam& param : params_) {
+    versions += static_cast<int64_t>(dtensor::local_of(param.sharded)._version());
+  }
+  return versions;
+}
+
+bool FSDPParamGroup::parameters_were_replaced() const {
+  return std::any_of(params_.begin(), params_.end(), [&](const FSDPParam& param) {
+    const at::Tensor& local = dtensor::local_of(param.sharded);
+    return !local.storage().is_alias_of(flat_shards_.storage()) ||
+           local.scalar_type() != param.dtype;
+  });
+}
+
+// After Module::to(dtype), set_data and the like the parameters live elsewhere: lay them out anew.
+void FSDPParamGroup::adopt_replaced_parameters() {
+  const c10::NoGradGuard no_grad;
+  if (state_ != State::kSharded) {
+    to_sharded();
+  }
+  std::vector<at::Tensor> locals;
+  for (FSDPParam& param : params_) {
+    locals.push_back(dtensor::local_of(param.sharded));
+    param.dtype = locals.back().scalar_type();
+  }
+  set_layouts();
+  flat_shards_ = at::zeros({shard_layout_.part}, locals.front().options().dtype(shard_dtype_));
+  for (size_t i = 0; i < params_.size(); ++i) {
+    FSDPParam& param = params_[i];
+    const at::Tensor view = local_view(i);
+    view.copy_(locals[i]);
+    param.sharded.set_data(dtensor::from_local(view, mesh_, {dtensor::Placement::shard(0)},
+                                               at::IntArrayRef(param.sizes)));
+    param.unsharded.reset();
+  }
+  if (context_ != nullptr) {
+    context_->all_gathers_wait(context_->runtime.compute_stream().record());
+  }
+}
+
+at::Tensor FSDPParamGroup::gather_input(const at::Tensor& output) {
+  if (!casts_) {
+    return flat_shards_;
+  }
+  // Cast straight into this rank's slot: the all-gather is then in place.
+  const at::Tensor input = output.narrow(0, rank() * gather_layout_.part, gather_layout_.part);
+  if (shard_dtype_ != at::kByte && gather_dtype_ != at::kByte) {
+    context_->copy_in->run([input, shards = flat_shards_] { input.copy_(shards); });
+  } else {
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const at::Tensor chunk =
+          typed_view(input, params_[i].compute_dtype,
+                     gather_layout_.params[i].offset * element_size(gather_dtype_),
+                     dtensor::local_of(params_[i].sharded).sizes());
+      context_->copy_in->run([chunk, shard = local_view(i)] { chunk.copy_(shard); });
+    }
+  }
+  context_->all_gather->wait(context_->copy_in->record());
+  return input;
+}
+
+void FSDPParamGroup::unshard() {
+  if (pending_.has_value()) {
+    return;
+  }
+  if (parameters_were_replaced()) {
+    adopt_replaced_parameters();
+  }
+  const int64_t versions = shard_versions();
+  if (state_ != State::kSharded && versions != gathered_versions_) {
+    // The optimizer (or a load) changed the shards since: what was gathered is out of date.
+    context_->all_gathers_wait(context_->runtime.compute_stream().record());
+    to_sharded();
+  }
+  if (state_ == State::kUnsharded) {
+    return;
+  }
+  if (aliased()) {
+    pending_ = Pending{{}, nullptr, nullptr, versions};
+    return;
+  }
+  const bool from_block = state_ == State::kPostForwardSharded;
+  const FlatLayout& layout = from_block ? post_forward_layout_ : gather_layout_;
+  const at::Tensor output =
+      at::empty({layout.world * layout.part}, flat_shards_.options().dtype(gather_dtype_));
+  const c10::NoGradGuard no_grad;
+  if (from_block) {
+    mesh_->block_communicator(0, layout.world)
+        ->all_gather_into(output, post_forward_shards_, *context_->all_gather);
+  } else {
+    communicator().all_gather_into(output, gather_input(output), *context_->all_gather);
+  }
+  pending_ = Pending{output, context_->all_gather->record(), &layout, versions};
+}
+
+void FSDPParamGroup::unshard_now() {
+  if (context_ == nullptr) {
+    // Before lazy init: streams of its own until the root gives it the shared ones.
+    context_ = std::make_shared<CommContext>(mesh_->runtime());
+  }
+  context_->all_gathers_wait(context_->runtime.compute_stream().record());
+  unshard();
+  wait_for_unshard();
+}
+
+void FSDPParamGroup::wait_for_unshard() {
+  if (!pending_.has_value()) {
+    return;
+  }
+  const Pending pending = std::move(*pending_);
+  pending_.reset();
+  gathered_versions_ = pending.versions;
+  if (!aliased()) {
+    comm::Stream& compute = context_->runtime.compute_stream();
+    compute.wait(pending.event);
+    if (unsharded_memory_.defined() && params_.front().unsharded.defined()) {
+      context_->runtime.alloc_storage(unsharded_memory_);
+    } else {
+      make_unsharded_parameters();
+    }
+    for (size_t i = 0; i < params_.size(); ++i) {
+      copy_out(*pending.layout, i, pending.output, params_[i].unsharded_flat);
+    }
+    // The buffer's memory goes back to the all-gather's streams: they reuse it only after this
+    // copy.
+    context_->all_gathers_wait(compute.record());
+  } else if (!params_.front().unsharded.defined()) {
+    make_unsharded_parameters();
+  }
+  post_forward_shards_.reset();
+  to_unsharded();
+}
+
+void FSDPParamGroup::to_unsharded() {
+  for (FSDPParam& param : params_) {
+    const bool requires_grad = param.sharded.requires_grad();
+    if (param.unsharded.requires_grad() != requires_grad) {
+      param.unsharded.set_requires_grad(requires_grad);
+    }
+    for (const Registration& registration : param.registrations) {
+      *registration.slot = param.unsharded;
+    }
+  }
+  state_ = State::kUnsharded;
+}
+
+void FSDPParamGroup::free_unsharded() {
+  // A slot that is read while sharded finds the DTensor, whose operations complain, not freed
+  // memory.
+  for (const FSDPParam& param : params_) {
+    for (const Registration& registration : param.registrations) {
+      *registration.slot = param.sharded;
+    }
+  }
+  if (!aliased()) {
+    context_->runtime.free_storage(unsharded_memory_);
+  }
+}
+
+void FSDPParamGroup::to_sharded() {
+  if (state_ == State::kUnsharded) {
+    free_unsharded();
+  }
+  post_forward_shards_.reset();
+  state_ = State::kSharded;
+}
+
+void FSDPParamGroup::to_post_forward_sharded() {
+  const c10::NoGradGuard no_grad;
+  const int block = block_size();
+  if (post_forward_layout_.world != block || post_forward_layout_.params.empty()) {
+    lay_out(params_, &FSDPParam::compute_dtype, world(), block, post_forward_layout_);
+  }
+  const int64_t index = rank() % block;
+  const at::Tensor shards =
+      at::empty({post_forward_layout_.part}, flat_shards_.options().dtype(gather_dtype_));
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const ParamExtent& extent = post_forward_layout_.params[i];
+    copy_chunk(extent, index, params_[i].unsharded_flat,
+               shards.narrow(0, extent.offset, extent.chunk));
+  }
+  free_unsharded();
+  post_forward_shards_ = shards;
+  state_ = State::kPostForwardSharded;
+  // Backward's all-gather reads the shards that this wrote.
+  context_->all_gathers_wait(context_->runtime.compute_stream().record());
+}
+
+void FSDPParamGroup::reshard() {
+  if (state_ != State::kUnsharded) {
+    return;
+  }
+  if (training_state_ == TrainingState::kForward) {
+    if (reshard_after_forward_ == ReshardAfterForward(false)) {
+      return;
+    }
+    if (block_size() > 0) {
+      to_post_forward_sharded();
+      return;
+    }
+  }
+  to_sharded();
+}
+
+void FSDPParamGroup::drop_unused_all_gather() {
+  if (pending_.has_value()) {
+    if (pending_->event != nullptr) {
+      context_->runtime.compute_stream().wait(pending_->event);
+    }
+    pending_.reset();
+  }
+}
+
+FSDPParamGroup* FSDPParamGroup::next_in_forward() const {
+  // The k-th group to run is expected to be the k-th of the last forward; a model that chooses its
+  // path anew each time gets no prefetch rather than a wrong one.
+  const size_t position = context_->running_order.size() - 1;
+  const auto& order = context_->forward_order;
+  return position + 1 < order.size() && order[position] == this ? order[position + 1] : nullptr;
+}
+
+FSDPParamGroup* FSDPParamGroup::next_in_backward() {
+  if (post_forward_indices_.empty()) {
+    return nullptr;
+  }
+  const size_t index = post_forward_indices_.back();
+  post_forward_indices_.pop_back();
+  return index > 0 ? context_->post_forward_order[index - 1] : nullptr;
+}
+
+void FSDPParamGroup::pre_forward() {
+  training_state_ = TrainingState::kForward;
+  context_->running_order.push_back(this);
+  unshard();
+  wait_for_unshard();
+  if (FSDPParamGroup* next = next_in_forward()) {
+    next->unshard();
+  }
+}
+
+void FSDPParamGroup::post_forward() {
+  reshard();
+  if (c10::GradMode::is_enabled()) {
+    post_forward_indices_.push_back(context_->post_forward_order.size());
+    context_->post_forward_order.push_back(this);
+  }
+  training_state_ = TrainingState::kIdle;
+}
+
+void FSDPParamGroup::pre_backward() {
+  if (training_state_ == TrainingState::kPreBackward) {
+    return;
+  }
+  training_state_ = TrainingState::kPreBackward;
+  unshard();
+  wait_for_unshard();
+  if (FSDPParamGroup* next = next_in_backward()) {
+    next->unshard();
+  }
+}
+
+void FSDPParamGroup::finalize_backward() {
+  drop_unused_all_gather();
+  post_forward_indices_.clear();
+}
+
+}  // namespace ppfsdp::fsdp

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "src/fsdp/comm_context.h"
+#include "src/fsdp/fully_shard.h"
+#include "src/fsdp/param_group.h"
+#include "src/nn/module.h"
+
+namespace ppfsdp::fsdp {
+
+/// What fully_shard attaches to a module: its group, and the hooks that drive it.
+class FSDPState : public nn::ModuleExtension, public std::enable_shared_from_this<FSDPState> {
+ public:
+  FSDPState(nn::Module& module, const FullyShardOptions& options,
+            std::unique_ptr<FSDPParamGroup> group);
+
+  /// Installs the forward hooks; the module keeps the state alive.
+  void install_hooks();
+
+  nn::Module& module() const { return *module_; }
+  /// Null when every parameter below belongs to another group.
+  FSDPParamGroup* group() const { return group_.get(); }
+  /// This state and those of the modules below, in module order.
+  std::vector<FSDPState*> states_below();
+  void set_is_last_backward(bool value);
+  void unshard();
+  void reshard();
+
+ private:
+  void lazy_init();
+  void begin_forward();
+  void pre_forward(const nn::Module::TensorRefs& inputs);
+  void post_forward(const nn::Module::TensorRefs& outputs);
+  void pre_backward();
+  void post_backward();
+  void queue_final_callback();
+  void end_backward();
+
+  nn::Module* module_;
+  FullyShardOptions options_;
+  std::unique_ptr<FSDPParamGroup> group_;
+  FSDPParamGroup::TrainingState training_state_ = FSDPParamGroup::TrainingState::kIdle;
+
+  /// Unset until the first forward decides who the root is.
+  std::optional<bool> is_root_;
+  FSDPState* root_ = nullptr;
+  std::shared_ptr<CommContext> context_;
+
+  /// Of the root only.
+  std::vector<FSDPState*> all_states_;
+  bool final_callback_queued_ = false;
+  bool is_last_backward_ = true;
+};
+
+}  // namespace ppfsdp::fsdp
