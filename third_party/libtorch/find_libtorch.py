@@ -1,126 +1,272 @@
-"""Prints a folder whose include/ and lib/ hold what ppFSDP needs of LibTorch 2.11.0.
+"""Finds the headers and libraries of LibTorch 2.11 that ppFSDP uses.
 
-Looked for in this order: $LIBTORCH_PATH (an unpacked LibTorch, or a Python torch package folder), an
-installed Python torch 2.11, and pip's wheels of it, of which only the needed parts are unpacked, once,
-into ~/.cache/ppfsdp. Errors are one line on standard error and exit code 1.
+Usage: find_libtorch.py [FILE]. Writes one JSON object with their paths to FILE when it is given.
+
+Looked for in this order:
+1. $LIBTORCH_PATH: an unpacked LibTorch or the folder of a Python torch package;
+2. what an earlier run fetched into ~/.cache/ppfsdp;
+3. a Python torch 2.11 that this python3 would import;
+4. pip's wheels of it (wheels.txt), the needed parts of which are unpacked into ~/.cache/ppfsdp.
+
+Any number of processes may run this at once: one fetches, the others wait. A fetch that was ended
+half-way leaves nothing that a later run would take for whole. An error is one line on standard
+error and exit code 1.
 """
+
+import contextlib
+import errno
+import fcntl
 import glob
+import importlib.util
+import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 VERSION = "2.11.0"
-WHEELS = ["torch==" + VERSION, "nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cupti==13.0.85"]
-# include/ carries other projects' headers too (fmt, protobuf, pybind11) that would shadow Debian's.
+WHEELS = os.path.join(HERE, "wheels.txt")
+# The wheels' own tags: the same wheel is asked for whatever python3 runs this.
+WHEEL_TAGS = [
+    "--only-binary=:all:",
+    "--implementation=cp",
+    "--python-version=3.11",
+    "--abi=cp311",
+] + ["--platform=manylinux_2_%d_x86_64" % glibc for glibc in (17, 25, 27, 28)]
+# include/ carries other projects' headers too (fmt, protobuf), which would shadow Debian's.
 HEADERS = ["ATen", "c10", "caffe2", "torch"]
-LIBRARIES = ["libtorch_cpu.so", "libc10.so", "libgomp.so.1", "libgomp-*.so*", "libcudart.so.13", "libcupti.so.13"]
-FREE_BYTES = 3 << 30
-CACHE = os.path.join(os.path.expanduser("~"), ".cache", "ppfsdp")
+LIBRARIES = ["libtorch_cpu.so", "libc10.so", "libgomp.so.1", "libcudart.so.13", "libcupti.so.13"]
+# The wheels take 0.5 GB, what is unpacked of them as much, and pip may hold a second copy.
+FREE_BYTES = 2 << 30
 
 
-def fail(message):
-    sys.stderr.write(message + "\n")
-    sys.exit(1)
+class Failure(Exception):
+    """What is wrong and what would be right, in one line for the user."""
 
 
-def is_libtorch(path):
-    version = os.path.join(path, "include", "torch", "headeronly", "version.h")
-    alternatives = [version, os.path.join(path, "include", "torch", "csrc", "api", "include", "torch", "version.h")]
-    for header in alternatives:
-        if os.path.exists(header):
-            text = open(header).read()
-            numbers = [part for part in text.split("\n") if "TORCH_VERSION_" in part and "#define" in part]
-            found = {line.split()[1]: line.split()[2] for line in numbers if len(line.split()) == 3}
-            if found.get("TORCH_VERSION_MAJOR") == "2" and found.get("TORCH_VERSION_MINOR") == "11":
-                return True
-    return False
+def cache_dir():
+    home = os.environ.get("HOME", "")
+    if not home:
+        raise Failure("HOME is not set: LibTorch is kept under $HOME/.cache/ppfsdp")
+    cache = os.path.join(home, ".cache", "ppfsdp")
+    try:
+        os.makedirs(cache, exist_ok=True)
+    except OSError as error:
+        raise Failure(
+            "cannot make %s: %s; set HOME to a folder that can be written to"
+            % (cache, error.strerror)
+        )
+    if not os.access(cache, os.W_OK):
+        raise Failure("%s cannot be written to; set HOME to a folder that can" % cache)
+    return cache
 
 
-def link_parts(torch, library_dirs, out):
-    """Links the needed headers and libraries of the package folder `torch` into `out`."""
-    work = out + ".partial%d" % os.getpid()
-    shutil.rmtree(work, ignore_errors=True)
-    os.makedirs(os.path.join(work, "include"))
-    os.makedirs(os.path.join(work, "lib"))
-    for name in HEADERS:
-        source = os.path.join(torch, "include", name)
-        if os.path.isdir(source):
-            os.symlink(source, os.path.join(work, "include", name))
-    for pattern in LIBRARIES:
-        for folder in library_dirs:
-            for source in glob.glob(os.path.join(folder, pattern)):
-                target = os.path.join(work, "lib", os.path.basename(source))
-                if not os.path.exists(target):
-                    os.symlink(source, target)
-    shutil.rmtree(out, ignore_errors=True)
-    os.rename(work, out)
-    return out
-
-
-def from_package(torch, name):
-    nvidia = os.path.join(os.path.dirname(torch), "nvidia", "cu13", "lib")
-    return link_parts(torch, [os.path.join(torch, "lib"), nvidia], os.path.join(CACHE, name))
-
-
-def from_pip():
-    out = os.path.join(CACHE, "libtorch-" + VERSION)
-    if os.path.exists(os.path.join(out, "complete")):
-        return out
-    os.makedirs(CACHE, exist_ok=True)
-    if shutil.disk_usage(CACHE).free < FREE_BYTES:
-        fail("not enough disk under %s: fetching LibTorch takes 3 GiB, %.1f GiB are free"
-             % (CACHE, shutil.disk_usage(CACHE).free / 2**30))
-    sys.stderr.write("Fetching LibTorch %s with pip (once, into %s)\n" % (VERSION, CACHE))
-    with tempfile.TemporaryDirectory(dir=CACHE) as wheels:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels] + WHEELS
+def version_of(root):
+    """The "major.minor" that the headers of the package folder `root` state, or None."""
+    for header in ("torch/headeronly/version.h", "torch/csrc/api/include/torch/version.h"):
         try:
-            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        except OSError as error:
-            fail("cannot run pip: %s" % error)
-        if done.returncode != 0:
-            reason = [line for line in done.stderr.split("\n") if line.startswith("ERROR")] or ["no reason given"]
-            fail("pip could not download %s: %s" % (", ".join(WHEELS), reason[-1]))
-        work = os.path.join(wheels, "unpacked")
-        for wheel in glob.glob(os.path.join(wheels, "*.whl")):
-            with zipfile.ZipFile(wheel) as archive:
-                for name in archive.namelist():
-                    if name.endswith("/"):
-                        continue
-                    if name.startswith(tuple("torch/include/%s/" % h for h in HEADERS)):
-                        target = name[len("torch/"):]
-                    elif os.path.basename(name) in LIBRARIES:
-                        target = "lib/" + os.path.basename(name)
-                    else:
-                        continue
-                    path = os.path.join(work, target)
-                    os.makedirs(os.path.dirname(path), exist_ok=True)
-                    with archive.open(name) as source, open(path, "wb") as sink:
-                        shutil.copyfileobj(source, sink, 1 << 20)
-        open(os.path.join(work, "complete"), "w").close()
-        shutil.rmtree(out, ignore_errors=True)
-        os.rename(work, out)
-    return out
+            with open(os.path.join(root, "include", header)) as file:
+                found = dict(re.findall(r"#define TORCH_VERSION_(MAJOR|MINOR) (\d+)", file.read()))
+        except OSError:
+            continue
+        if len(found) == 2:
+            return "%s.%s" % (found["MAJOR"], found["MINOR"])
+    return None
+
+
+def libraries_of(root):
+    """Libraries to link, by file name: libtorch_cpu.so and what it needs beyond the system's."""
+    main = os.path.join(root, "lib", "libtorch_cpu.so")
+    done = subprocess.run(
+        ["ldd", main], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    missing = re.search(r"(\S+) => not found", done.stdout)
+    if done.returncode != 0 or missing:
+        said = missing.group(0) if missing else done.stdout.strip().split("\n")[-1].strip()
+        raise Failure("%s cannot be loaded: %s" % (main, said))
+    paths = [main] + re.findall(r" => (/\S+)", done.stdout)
+    return {
+        os.path.basename(path): os.path.realpath(path)
+        for path in paths
+        if not path.startswith(("/lib/", "/lib64/", "/usr/lib"))
+    }
+
+
+def describe(root):
+    """What the build needs of the package folder `root`; a Failure says what is wrong with it."""
+    version = version_of(root)
+    if version is None:
+        raise Failure("%s is not a LibTorch: it has no include/torch/headeronly/version.h" % root)
+    if version != VERSION.rpartition(".")[0]:
+        raise Failure(
+            "%s is LibTorch %s; %s is needed" % (root, version, VERSION.rpartition(".")[0])
+        )
+    headers = {name: os.path.join(root, "include", name) for name in HEADERS}
+    needed = list(headers.values())
+    needed += [os.path.join(root, "lib", name) for name in ("libc10.so", "libtorch_cpu.so")]
+    for path in needed:
+        if not os.path.exists(path):
+            raise Failure("%s is not whole: %s is missing" % (root, path))
+    return {"headers": headers, "libraries": libraries_of(root)}
 
 
 def installed_torch():
-    """The folder of an installed Python torch, found without importing it."""
-    code = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
-    done = subprocess.run(["python3", "-c", code], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    """The folder of the torch that this python3 would import, found without that import; or None."""
+    spec = importlib.util.find_spec("torch")
+    return spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else None
+
+
+def python_with_pip():
+    for python in dict.fromkeys([sys.executable, "/usr/bin/python3"]):
+        with contextlib.suppress(OSError):
+            done = subprocess.run([python, "-m", "pip", "--version"], capture_output=True)
+            if done.returncode == 0:
+                return python
+    raise Failure(
+        "python3 has no pip: install Debian's python3-pip, or set LIBTORCH_PATH to a LibTorch "
+        + VERSION
+    )
+
+
+def reason_of(pip_output):
+    """The one line of pip's standard error that says why it failed."""
+    if "No space left on device" in pip_output:
+        return "no space left on device"
+    unreachable = re.search(
+        r"Failed to establish a new connection: (?:\[Errno [-\d]+\] )?([^'\")]+)", pip_output
+    )
+    if unreachable or "ConnectTimeoutError" in pip_output or "ReadTimeoutError" in pip_output:
+        why = unreachable.group(1) if unreachable else "the package index does not answer"
+        return "no network: " + why
+    if "DO NOT MATCH THE HASHES" in pip_output:
+        return "a wheel does not have the SHA-256 that third_party/libtorch/wheels.txt states"
+    lines = [line for line in pip_output.split("\n") if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["no reason given"])[-1]
+
+
+def download(folder):
+    """Fetches the wheels into `folder`."""
+    # pip first writes to TMPDIR, whose disk may be too small; its cache would be one more copy.
+    environment = dict(os.environ, TMPDIR=folder, PIP_REQUIRE_VIRTUALENV="0")
+    command = [python_with_pip(), "-m", "pip", "download", "--no-cache-dir", "--no-deps"]
+    command += ["--retries=2", "--require-hashes", "--requirement=" + WHEELS, "--dest=" + folder]
+    command += WHEEL_TAGS
+    # On a terminal pip shows how far it is.
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
+    done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, env=environment)
+    if done.returncode != 0:
+        raise Failure("pip could not fetch LibTorch %s: %s" % (VERSION, reason_of(done.stderr)))
+
+
+def wanted(name):
+    """Where a wheel's file `name` belongs in the unpacked LibTorch; None when it is not needed."""
+    if name.endswith("/"):
+        return None
+    if name.startswith(tuple("torch/include/%s/" % header for header in HEADERS)):
+        return name[len("torch/") :]
+    folder, _, base = name.rpartition("/")
+    return "lib/" + base if base in LIBRARIES and folder.endswith("/lib") else None
+
+
+def unpack(wheel, root):
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            target = wanted(name)
+            if target:
+                path = os.path.join(root, target)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with archive.open(name) as source, open(path, "wb") as sink:
+                    shutil.copyfileobj(source, sink, 1 << 20)
+
+
+def fetch(root, say):
+    """Makes `root` by pip, whole or not at all, and describes it. The caller holds the lock."""
+    if platform.machine() != "x86_64":
+        raise Failure(
+            "the pinned wheels are for x86-64 and this is %s: set LIBTORCH_PATH to a LibTorch %s"
+            % (platform.machine(), VERSION)
+        )
+    work = root + ".partial"
+    shutil.rmtree(work, ignore_errors=True)
+    free = shutil.disk_usage(os.path.dirname(root)).free
+    if free < FREE_BYTES:
+        raise Failure(
+            "not enough disk under %s: fetching LibTorch takes %d GiB, %.1f GiB are free"
+            % (os.path.dirname(root), FREE_BYTES >> 30, free / 2**30)
+        )
+    say("Fetching LibTorch %s by pip (once; 0.5 GB, into %s)" % (VERSION, root))
+    try:
+        os.mkdir(work)
+        wheels = os.path.join(work, "wheels")
+        os.mkdir(wheels)
+        download(wheels)
+        for wheel in glob.glob(os.path.join(wheels, "*.whl")):
+            unpack(wheel, work)
+        shutil.rmtree(wheels)
+        describe(work)
+        shutil.rmtree(root, ignore_errors=True)
+        os.rename(work, root)
+    except zipfile.BadZipFile as error:
+        raise Failure("a wheel of LibTorch cannot be unpacked: %s" % error)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return describe(root)
+
+
+@contextlib.contextmanager
+def locked(path, say):
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("Waiting for another process that fetches LibTorch")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def find(say):
+    """Describes the first LibTorch found, in the order that the head of this file states."""
+    given = os.environ.get("LIBTORCH_PATH", "")
+    if given:
+        try:
+            return describe(os.path.abspath(given))
+        except Failure as failure:
+            raise Failure("LIBTORCH_PATH: %s" % failure)
+    root = os.path.join(cache_dir(), "libtorch-" + VERSION)
+    with contextlib.suppress(Failure):
+        return describe(root)
+    installed = installed_torch()
+    if installed:
+        try:
+            return describe(installed)
+        except Failure as failure:
+            say("The installed Python torch is not used: %s" % failure)
+    with locked(root + ".lock", say):
+        with contextlib.suppress(Failure):
+            return describe(root)
+        return fetch(root, say)
 
 
 def main():
-    given = os.environ.get("LIBTORCH_PATH", "")
-    if given:
-        if not is_libtorch(given):
-            fail("LIBTORCH_PATH=%s is not LibTorch 2.11 (include/torch/.../version.h says otherwise or is missing)" % given)
-        print(from_package(given, "libtorch-given"))
-        return
-    torch = installed_torch()
-    print(from_package(torch, "libtorch-python") if torch and is_libtorch(torch) else from_pip())
+    try:
+        found = find(lambda message: sys.stderr.write(message + "\n"))
+    except Failure as failure:
+        sys.exit("LibTorch: %s" % failure)
+    except OSError as error:
+        where = " (%s)" % error.filename if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = "no space left on device" if full else error.strerror or error
+        sys.exit("LibTorch: %s%s" % (why, where))
+    except KeyboardInterrupt:
+        sys.exit("LibTorch: interrupted")
+    if len(sys.argv) > 1:
+        with open(sys.argv[1], "w") as file:
+            json.dump(found, file)
 
 
 if __name__ == "__main__":
