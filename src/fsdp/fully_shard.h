@@ -20,10 +20,11 @@ class FSDPState;
 
 /// Dtypes of the unsharded computation. Unset means the parameter's (gradient's) own.
 struct MixedPrecisionPolicy {
-  std::optional<at::ScalarType> param_dtype;   ///< all-gather and compute
-  std::optional<at::ScalarType> reduce_dtype;  ///< reduce-scatter; unset: the gradient's dtype
-  std::optional<at::ScalarType> output_dtype;  ///< floating-point outputs of the module's forward
-  bool cast_forward_inputs = true;             ///< floating-point inputs to param_dtype
+  std::optional<at::ScalarType> param_dtype = {};   ///< all-gather and compute
+  std::optional<at::ScalarType> reduce_dtype = {};  ///< reduce-scatter; unset: the gradient's dtype
+  std::optional<at::ScalarType> output_dtype =
+      {};                           ///< floating-point outputs of the module's forward
+  bool cast_forward_inputs = true;  ///< floating-point inputs to param_dtype
 };
 
 /// What happens to the unsharded parameters after forward.
@@ -35,9 +36,9 @@ using ReshardAfterForward = std::variant<std::monostate, bool, int>;
 
 struct FullyShardOptions {
   /// 1D.
-  mesh::DeviceMeshPtr mesh;
-  ReshardAfterForward reshard_after_forward;
-  MixedPrecisionPolicy mp_policy;
+  mesh::DeviceMeshPtr mesh = {};
+  ReshardAfterForward reshard_after_forward = {};
+  MixedPrecisionPolicy mp_policy = {};
 };
 
 /// A fully sharded module's methods; cheap to copy, does not keep the module alive.
