@@ -115,7 +115,7 @@ def describe(root):
 
 
 def installed_torch():
-    """The folder of the torch that this python3 would import, found without that import; or None."""
+    """The folder of the torch that this python3 would import, found without an import; or None."""
     spec = importlib.util.find_spec("torch")
     return spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else None
 
