@@ -136,12 +136,12 @@ def reason_of(pip_output):
     """The one line of pip's standard error that says why it failed."""
     if "No space left on device" in pip_output:
         return "no space left on device"
-    unreachable = re.search(
-        r"Failed to establish a new connection: (?:\[Errno [-\d]+\] )?([^'\")]+)", pip_output
-    )
-    if unreachable or "ConnectTimeoutError" in pip_output or "ReadTimeoutError" in pip_output:
-        why = unreachable.group(1) if unreachable else "the package index does not answer"
-        return "no network: " + why
+    connection = re.search(r"connection broken by '(.*)'", pip_output)
+    if connection:
+        why = re.search(
+            r"(?:new connection: (?:\[Errno [-\d]+\] )?|\[SSL: \w+\] )([^'\"()]+)", connection[1]
+        )
+        return "no network: " + (why[1].strip() if why else connection[1])
     if "DO NOT MATCH THE HASHES" in pip_output:
         return "a wheel does not have the SHA-256 that third_party/libtorch/wheels.txt states"
     lines = [line for line in pip_output.split("\n") if line.strip()]

@@ -192,14 +192,14 @@ class FindLibtorch(unittest.TestCase):
             self.assertIn("this is aarch64: set LIBTORCH_PATH", self.failure())
 
     def test_reasons_are_one_line_that_names_the_cause(self):
-        refused = (
-            "WARNING: Retrying after connection broken by 'NewConnectionError('<pool>: Failed "
-            "to establish a new connection: [Errno -3] Temporary failure in name resolution')'\n"
-            "ERROR: No matching distribution found for torch==2.11.0\n"
-        )
-        self.assertEqual(
-            find_libtorch.reason_of(refused), "no network: Temporary failure in name resolution"
-        )
+        retrying = "WARNING: Retrying after connection broken by '%s': /simple/torch/\n"
+        refused = "NewConnectionError('Failed to establish a new connection: [Errno -3] No name')"
+        refused = retrying % refused + "ERROR: No matching distribution found for torch==2.11.0\n"
+        self.assertEqual(find_libtorch.reason_of(refused), "no network: No name")
+        untrusted = "SSLError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] self-signed (_ssl.c:992)')"
+        self.assertEqual(find_libtorch.reason_of(retrying % untrusted), "no network: self-signed")
+        slow = 'ReadTimeoutError("Read timed out.")'
+        self.assertEqual(find_libtorch.reason_of(retrying % slow), "no network: " + slow)
         full = "ERROR: Could not install packages: [Errno 28] No space left on device\n"
         self.assertEqual(find_libtorch.reason_of(full), "no space left on device")
         self.assertIn(
