@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Each test names what would go wrong for a user if it failed. No test reaches the network."""
 
 import collections
