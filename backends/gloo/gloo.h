@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -14,19 +15,34 @@ struct GlooOptions {
   int world_size = 1;
   std::string master_addr = "127.0.0.1";
   int master_port = 29500;
-  /// For the rendezvous and for every collective.
+  /// For the rendezvous and for every operation.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
-  /// Collectives whose sizes are compared between ranks before they run: the first `checked` of each
-  /// group, then one in 64. (A mismatch inside Gloo aborts the process.)
+  /// Collectives whose calls the ranks compare with each other: the first `checked` of each group
+  /// (and messages of each pair of ranks), then one in 64. Of these a mismatch is an error at once,
+  /// on every rank, that says which rank differs; of the others it is a timeout. Nothing is
+  /// transferred between calls that do not match, checked or not.
   uint64_t checked = 256;
+  /// Rank 0 only: a listening socket on master_port to take over, so that whoever picks a free port
+  /// keeps it; -1: rank 0 opens it.
+  int listen_fd = -1;
 
   /// From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them; an error names the
-  /// variable that is missing or wrong.
+  /// variable that is missing or wrong, and what would be right.
   static GlooOptions from_environment();
 };
 
 /// Joins the world: every rank calls it, and blocks until all have (CommError after the timeout,
-/// which names the address and says how many came).
+/// which names the address and says how many came). A world of one needs no address.
+///
+/// The connections use the network interface named by GLOO_SOCKET_IFNAME, else the loopback
+/// interface when master_addr is a loopback address, else that of this machine's host name.
+///
+/// The compute stream runs everything at once, on the calling thread, and its collectives block.
+/// On other streams a collective's transfers start as soon as nothing before it is pending and go
+/// on in the background; closures behind it, and its own fold, run on the rank's thread when it
+/// waits for an event or a stream. Of a failed operation the error is thrown at that wait; after it
+/// every operation of this rank fails at once. The destructor lets the other ranks receive what is
+/// under way, so it may wait for them, at most two seconds.
 std::unique_ptr<comm::Runtime> make_runtime(const GlooOptions& options);
 
 }  // namespace ppfsdp::gloo

@@ -1,0 +1,147 @@
+#include "backends/gloo/call.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <map>
+
+namespace ppfsdp::gloo {
+namespace {
+
+// The layout of an encoded call; then `size` sends and `size` receives follow.
+enum Field { kKind, kDtype, kOpKind, kFactor, kRoot, kCount, kFields };
+
+using Fields = std::vector<int64_t>;
+
+Call decode(const int64_t* from) {
+  Call call;
+  call.kind = static_cast<Call::Kind>(from[kKind]);
+  call.dtype = static_cast<c10::ScalarType>(from[kDtype]);
+  call.op.kind = static_cast<comm::ReduceOp::Kind>(from[kOpKind]);
+  call.op.factor = std::bit_cast<double>(from[kFactor]);
+  call.root = from[kRoot];
+  call.count = from[kCount];
+  return call;
+}
+
+uint64_t mix(uint64_t x) {
+  // The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit changes every output bit
+  // with a chance near one half.
+  x ^= x >> 30;
+  x *= 0xbf58476d1ce4e5b9u;
+  x ^= x >> 27;
+  x *= 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+const char* name_of(Call::Kind kind) {
+  switch (kind) {
+    case Call::Kind::kAllGatherInto:
+      return "all_gather_into";
+    case Call::Kind::kReduceScatter:
+      return "reduce_scatter";
+    case Call::Kind::kAllReduce:
+      return "all_reduce";
+    case Call::Kind::kBroadcast:
+      return "broadcast";
+    case Call::Kind::kAllToAll:
+      return "all_to_all";
+    case Call::Kind::kMessage:
+      return "message";
+    case Call::Kind::kBarrier:
+      return "barrier";
+    case Call::Kind::kSubgroup:
+      return "subgroup";
+  }
+  TORCH_INTERNAL_ASSERT(false, "unknown operation ", static_cast<int>(kind));
+}
+
+std::string Call::to_string() const {
+  switch (kind) {
+    case Kind::kBarrier:
+    case Kind::kSubgroup:
+      return name_of(kind);
+    case Kind::kAllToAll:
+      return fmt::format("all_to_all of {}", c10::toString(dtype));
+    case Kind::kBroadcast:
+      return fmt::format("broadcast of {} {} from rank {}", count, c10::toString(dtype), root);
+    case Kind::kReduceScatter:
+    case Kind::kAllReduce:
+      return fmt::format("{} of {} {} by {}", name_of(kind), count, c10::toString(dtype),
+                         comm::to_string(op));
+    default:
+      return fmt::format("{} of {} {}", name_of(kind), count, c10::toString(dtype));
+  }
+}
+
+size_t encoded_size(int size) { return kFields + 2 * static_cast<size_t>(size); }
+
+void encode(const Call& call, int size, int64_t* to) {
+  std::fill(to, to + encoded_size(size), 0);
+  to[kKind] = static_cast<int64_t>(call.kind);
+  to[kDtype] = static_cast<int64_t>(call.dtype);
+  to[kOpKind] = static_cast<int64_t>(call.op.kind);
+  to[kFactor] = std::bit_cast<int64_t>(call.op.factor);
+  to[kRoot] = call.root;
+  to[kCount] = call.count;
+  std::copy(call.sends.begin(), call.sends.end(), to + kFields);
+  std::copy(call.receives.begin(), call.receives.end(), to + kFields + size);
+}
+
+std::optional<std::string> find_difference(const int64_t* calls, int size,
+                                           const std::vector<int>& names) {
+  const auto of = [&](int rank) { return calls + rank * encoded_size(size); };
+  const auto fields = [&](int rank) { return Fields(of(rank), of(rank) + kFields); };
+  std::map<Fields, int> votes;
+  for (int rank = 0; rank < size; ++rank) ++votes[fields(rank)];
+  if (votes.size() > 1) {
+    // The lowest rank among those with the most votes speaks for the group.
+    int speaker = 0;
+    for (int rank = 1; rank < size; ++rank) {
+      if (votes[fields(rank)] > votes[fields(speaker)]) speaker = rank;
+    }
+    for (int rank = 0; rank < size; ++rank) {
+      if (fields(rank) == fields(speaker)) continue;
+      const Call odd = decode(of(rank));
+      const Call usual = decode(of(speaker));
+      if (odd.kind == Call::Kind::kSubgroup && usual.kind == Call::Kind::kSubgroup) {
+        return fmt::format("rank {} differs: it passes other members than rank {}", names[rank],
+                           names[speaker]);
+      }
+      if (odd.kind == Call::Kind::kMessage && usual.kind == Call::Kind::kMessage) {
+        return fmt::format("rank {} sends {} {}, rank {} receives {} {}", names[0],
+                           decode(of(0)).count, c10::toString(decode(of(0)).dtype), names[1],
+                           decode(of(1)).count, c10::toString(decode(of(1)).dtype));
+      }
+      return fmt::format("rank {} differs: it calls {}, rank {} calls {}", names[rank],
+                         odd.to_string(), names[speaker], usual.to_string());
+    }
+  }
+  for (int from = 0; from < size; ++from) {
+    for (int to = 0; to < size; ++to) {
+      const int64_t sent = of(from)[kFields + to];
+      const int64_t expected = of(to)[kFields + size + from];
+      if (sent != expected) {
+        return fmt::format("rank {} sends {} elements to rank {}, which expects {}", names[from],
+                           sent, names[to], expected);
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+uint64_t hash(std::initializer_list<uint64_t> values) {
+  uint64_t state = 0;
+  for (const uint64_t value : values) state = mix(state + 0x9e3779b97f4a7c15u + mix(value));
+  return state;
+}
+
+uint32_t make_tag(std::initializer_list<uint64_t> values) {
+  return static_cast<uint32_t>(hash(values) >> 33);
+}
+
+}  // namespace ppfsdp::gloo

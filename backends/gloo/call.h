@@ -1,0 +1,64 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "src/comm/reduce_op.h"
+
+namespace ppfsdp::gloo {
+
+/// What one rank asks for in an operation: all that must match between ranks.
+struct Call {
+  enum class Kind {
+    kAllGatherInto,
+    kReduceScatter,
+    kAllReduce,
+    kBroadcast,
+    kAllToAll,
+    kMessage,  ///< send on one side, recv on the other
+    kBarrier,
+    kSubgroup,
+  };
+
+  Kind kind = Kind::kBarrier;
+  c10::ScalarType dtype = c10::ScalarType::Byte;
+  comm::ReduceOp op;
+  int64_t root = 0;
+  /// Elements of the larger of the tensors; for kSubgroup a hash of its members.
+  int64_t count = 0;
+  /// kAllToAll only: elements to and from each rank.
+  std::vector<int64_t> sends;
+  std::vector<int64_t> receives;
+
+  /// "all_reduce of 10 Float by sum".
+  std::string to_string() const;
+};
+
+/// The name of the operation as the caller knows it.
+const char* name_of(Call::Kind kind);
+
+/// How a call is sent to the other members of a group of `size`: always this many integers, since
+/// the ranks may disagree about everything else.
+size_t encoded_size(int size);
+void encode(const Call& call, int size, int64_t* to);
+
+/// The first difference between the calls of the members of a group, call r encoded at `calls` + r
+/// * encoded_size(size): "rank 2 differs: it calls ..., rank 0 calls ..."; nothing if all agree.
+/// The rank that differs is one against the most frequent call. `names`: the members' ranks as the
+/// text shall call them. Of a message the two members are its sender and its receiver.
+std::optional<std::string> find_difference(const int64_t* calls, int size,
+                                           const std::vector<int>& names);
+
+/// A 31-bit tag for messages of one operation: equal values, equal tag. `values` are mixed well
+/// enough that different ones collide with the chance of random tags.
+uint32_t make_tag(std::initializer_list<uint64_t> values);
+
+/// A 64-bit hash of a sequence.
+uint64_t hash(std::initializer_list<uint64_t> values);
+
+}  // namespace ppfsdp::gloo

@@ -1,0 +1,128 @@
+#include "backends/gloo/gloo.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "backends/gloo/collectives.h"
+#include "backends/gloo/communicator.h"
+#include "backends/gloo/group.h"
+#include "backends/gloo/streams.h"
+
+namespace ppfsdp::gloo {
+namespace {
+
+constexpr uint64_t kWorldId = 1;
+/// Numbers of the first and last barrier, which no collective reaches.
+constexpr uint64_t kGoodbye = ~uint64_t{0};
+constexpr uint64_t kHello = kGoodbye - 1;
+constexpr std::chrono::milliseconds kGrace{2000};
+
+std::shared_ptr<Group> make_world(const GlooOptions& options) {
+  auto group = std::make_shared<Group>();
+  group->endpoint = std::make_shared<Endpoint>(options);
+  group->name = "world";
+  group->ranks.resize(options.world_size);
+  std::iota(group->ranks.begin(), group->ranks.end(), 0);
+  group->rank = options.rank;
+  group->id = kWorldId;
+  return group;
+}
+
+class GlooRuntime final : public comm::Runtime {
+ public:
+  explicit GlooRuntime(const GlooOptions& options)
+      : group_(make_world(options)),
+        world_(std::make_shared<GlooCommunicator>(group_)),
+        compute_("compute", progress()) {
+    // Once all are past this, nobody needs rank 0's store any more.
+    progress()->run(barrier({group_, kHello, true}));
+  }
+
+  ~GlooRuntime() override {
+    // A rank that leaves because of an error must not keep the others waiting for it.
+    if (std::uncaught_exceptions() > 0) return;
+    try {
+      progress()->synchronize_all();
+      // What is under way to a peer may be lost when this end closes first. A peer that does not
+      // come in two seconds has either received it or is gone.
+      group_->endpoint->timeout = std::min(group_->endpoint->timeout, kGrace);
+      progress()->run(barrier({group_, kGoodbye, true}));
+    } catch (const std::exception&) {
+      // The work that failed has told whoever waited for it, and nobody else is left to be told.
+    }
+  }
+
+  int rank() const override { return group_->rank; }
+  int world_size() const override { return group_->size(); }
+  c10::Device device() const override { return c10::Device(c10::kCPU); }
+  std::string backend() const override { return "gloo"; }
+  comm::ReductionOrder reduction_order() const override { return comm::ReductionOrder::kGlooRing; }
+  const comm::CommunicatorPtr& world() override { return world_; }
+  comm::Stream& compute_stream() override { return compute_; }
+  /// CPU threads have no priorities worth setting.
+  std::shared_ptr<comm::Stream> create_stream(const std::string& name,
+                                              comm::StreamPriority) override {
+    return std::make_shared<SideStream>(name, progress());
+  }
+
+ private:
+  const std::shared_ptr<Progress>& progress() const { return group_->endpoint->progress; }
+
+  std::shared_ptr<Group> group_;
+  comm::CommunicatorPtr world_;
+  ComputeStream compute_;
+};
+
+/// The value of an environment variable that must hold an integer in [low, high].
+int integer_variable(const char* name, int low, int high, const char* meaning) {
+  const char* text = std::getenv(name);
+  TORCH_CHECK(text != nullptr && *text != '\0', "environment variable ", name,
+              " is not set; it is ", meaning, ", as torchrun sets it");
+  int value = 0;
+  const auto [end, error] = std::from_chars(text, text + std::strlen(text), value);
+  TORCH_CHECK(error == std::errc() && *end == '\0' && low <= value && value <= high,
+              "environment variable ", name, " must be an integer in [", low, ", ", high, "] (",
+              meaning, "), got '", text, "'");
+  return value;
+}
+
+}  // namespace
+
+GlooOptions GlooOptions::from_environment() {
+  constexpr int kMaxWorld = 65536;
+  GlooOptions options;
+  options.world_size = integer_variable("WORLD_SIZE", 1, kMaxWorld, "the number of ranks");
+  options.rank = integer_variable("RANK", 0, options.world_size - 1, "this process's rank");
+  const char* address = std::getenv("MASTER_ADDR");
+  TORCH_CHECK(address != nullptr && *address != '\0',
+              "environment variable MASTER_ADDR is not set; it is the host name or address of rank "
+              "0's machine, as torchrun sets it");
+  options.master_addr = address;
+  options.master_port =
+      integer_variable("MASTER_PORT", 1, 65535, "a free port of rank 0's machine");
+  return options;
+}
+
+std::unique_ptr<comm::Runtime> make_runtime(const GlooOptions& options) {
+  TORCH_CHECK(options.world_size >= 1, "gloo: world_size must be at least 1, got ",
+              options.world_size);
+  TORCH_CHECK(options.rank >= 0 && options.rank < options.world_size, "gloo: rank must be in [0, ",
+              options.world_size, "), got ", options.rank);
+  TORCH_CHECK(options.master_port >= 1 && options.master_port <= 65535,
+              "gloo: master_port must be in [1, 65535], got ", options.master_port);
+  TORCH_CHECK(options.timeout.count() > 0, "gloo: timeout must be positive, got ",
+              options.timeout.count(), " ms");
+  return std::make_unique<GlooRuntime>(options);
+}
+
+}  // namespace ppfsdp::gloo

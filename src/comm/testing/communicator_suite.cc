@@ -1,0 +1,498 @@
+#include "src/comm/testing/communicator_suite.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <fmt/format.h>
+
+#include <atomic>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "src/comm/reduction.h"
+#include "src/comm/testing/values.h"
+
+namespace ppfsdp::comm::testing {
+namespace {
+
+constexpr at::ScalarType kFloats[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+constexpr at::ScalarType kIntegers[] = {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong};
+constexpr at::ScalarType kOthers[] = {at::kBool, at::kLong, at::kByte, at::kComplexFloat};
+// Odd sizes; the last is the one of FSDP2's own tests of odd shapes.
+constexpr int64_t kSizes[] = {0, 1, 3, 17 * 257};
+
+std::vector<ReduceOp> all_ops() {
+  return {ReduceOp::sum(), ReduceOp::avg(), ReduceOp::premul_sum(0.3), ReduceOp::min(),
+          ReduceOp::max()};
+}
+
+void expect_bits(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
+  const std::string difference = difference_in_bits(got, expected);
+  EXPECT_TRUE(difference.empty()) << what << ": " << difference;
+}
+
+/// What a reduction over the whole of `inputs` gives for elements [begin, end) in the backend's
+/// order.
+at::Tensor reduced(const Runtime& runtime, const ReduceOp& op,
+                   const std::vector<at::Tensor>& inputs, int64_t begin, int64_t end) {
+  at::Tensor output = at::empty({end - begin}, inputs[0].options());
+  reduce_range(runtime.reduction_order(), op, inputs, begin, end, output);
+  return output;
+}
+
+/// Lets the rank read what its stream has written.
+void finish(Runtime& runtime, Stream& stream) { runtime.compute_stream().wait(stream.record()); }
+
+/// A tensor for the rank's own use on `stream`: what the rank did before comes before.
+void begin(Runtime& runtime, Stream& stream) { stream.wait(runtime.compute_stream().record()); }
+
+}  // namespace
+
+std::ostream& operator<<(std::ostream& out, const SuiteParam& param) {
+  return out << param.runner.name << ", " << param.size << " ranks";
+}
+
+std::string suite_param_name(const ::testing::TestParamInfo<SuiteParam>& info) {
+  return info.param.runner.name + std::to_string(info.param.size);
+}
+
+std::vector<SuiteParam> sizes(const WorldRunner& runner, const std::vector<int>& sizes) {
+  std::vector<SuiteParam> params;
+  for (const int size : sizes) params.push_back({runner, size});
+  return params;
+}
+
+TEST_P(CommunicatorSuite, RanksKnowWhoTheyAre) {
+  std::atomic<uint64_t> seen{0};
+  run([&](Runtime& runtime) {
+    const Communicator& world = *runtime.world();
+    EXPECT_EQ(runtime.world_size(), size());
+    EXPECT_EQ(world.size(), size());
+    EXPECT_EQ(world.rank(), runtime.rank());
+    std::vector<int> everybody(size());
+    std::iota(everybody.begin(), everybody.end(), 0);
+    EXPECT_EQ(world.ranks(), everybody);
+    seen |= uint64_t{1} << runtime.rank();
+  });
+  EXPECT_EQ(seen, (uint64_t{1} << size()) - 1) << "a rank did not run, or two had one number";
+}
+
+TEST_P(CommunicatorSuite, AllGatherPutsEveryInputInItsSlot) {
+  run([&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("gather", StreamPriority::kHigh);
+    const auto check = [&](at::ScalarType dtype, int64_t numel, bool in_place) {
+      const auto inputs = make_all_values(dtype, numel, 1, size());
+      const at::Tensor output = at::empty({size() * numel}, inputs[0].options());
+      at::Tensor input = inputs[runtime.rank()];
+      if (in_place) {
+        const at::Tensor slot = output.narrow(0, runtime.rank() * numel, numel);
+        slot.copy_(input);
+        input = slot;
+      }
+      begin(runtime, *stream);
+      runtime.world()->all_gather_into(output, input, *stream);
+      finish(runtime, *stream);
+      expect_bits(
+          output, at::cat(inputs),
+          fmt::format("all-gather of {} {}, in place {}", numel, c10::toString(dtype), in_place));
+    };
+    for (const bool in_place : {false, true}) {
+      for (const at::ScalarType dtype : kFloats) {
+        for (const int64_t numel : kSizes) check(dtype, numel, in_place);
+      }
+      for (const at::ScalarType dtype : kOthers) check(dtype, 5, in_place);
+    }
+  });
+}
+
+TEST_P(CommunicatorSuite, ReduceScatterFoldsInTheOrderItNames) {
+  run([&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("scatter", StreamPriority::kHigh);
+    const auto check = [&](at::ScalarType dtype, int64_t numel, const ReduceOp& op, bool in_place) {
+      const auto inputs = make_all_values(dtype, size() * numel, 2, size());
+      const int64_t from = runtime.rank() * numel;
+      const at::Tensor input = inputs[runtime.rank()].clone();
+      const at::Tensor output =
+          in_place ? input.narrow(0, from, numel) : at::empty({numel}, input.options());
+      begin(runtime, *stream);
+      runtime.world()->reduce_scatter(output, input, op, *stream);
+      finish(runtime, *stream);
+      expect_bits(output, reduced(runtime, op, inputs, from, from + numel),
+                  fmt::format("reduce-scatter to {} {} by {}, in place {}", numel,
+                              c10::toString(dtype), to_string(op), in_place));
+    };
+    for (const ReduceOp& op : all_ops()) {
+      for (const at::ScalarType dtype : kFloats) {
+        for (const int64_t numel : kSizes) check(dtype, numel, op, numel == 3);
+      }
+    }
+    for (const at::ScalarType dtype : kIntegers) check(dtype, 7, ReduceOp::sum(), false);
+  });
+}
+
+TEST_P(CommunicatorSuite, AllReduceFoldsInTheOrderItNames) {
+  run([&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("reduce", StreamPriority::kNormal);
+    const auto check = [&](at::ScalarType dtype, int64_t numel, const ReduceOp& op) {
+      const auto inputs = make_all_values(dtype, numel, 3, size());
+      const at::Tensor tensor = inputs[runtime.rank()].clone();
+      begin(runtime, *stream);
+      runtime.world()->all_reduce(tensor, op, *stream);
+      finish(runtime, *stream);
+      expect_bits(
+          tensor, reduced(runtime, op, inputs, 0, numel),
+          fmt::format("all-reduce of {} {} by {}", numel, c10::toString(dtype), to_string(op)));
+    };
+    for (const ReduceOp& op : all_ops()) {
+      for (const at::ScalarType dtype : kFloats) {
+        for (const int64_t numel : kSizes) check(dtype, numel, op);
+      }
+    }
+    for (const at::ScalarType dtype : kIntegers) {
+      for (const ReduceOp& op : {ReduceOp::sum(), ReduceOp::min(), ReduceOp::max()}) {
+        check(dtype, 7, op);
+      }
+    }
+    // Larger than what a backend may treat as small.
+    check(at::kFloat, 30011, ReduceOp::avg());
+  });
+}
+
+TEST_P(CommunicatorSuite, ReductionsOfSeveralChunksFoldInTheOrderTheyName) {
+  // More than 1 MiB a rank, from where Gloo's ring cuts a rank's share into several segments; slow
+  // where ranks share few cores, so for small worlds only.
+  if (size() > 3) GTEST_SKIP() << "covered by worlds of 2 and 3";
+  run([&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("scatter", StreamPriority::kHigh);
+    const int64_t numel = 700001;
+    const auto inputs = make_all_values(at::kFloat, size() * numel, 4, size());
+    const at::Tensor tensor = inputs[runtime.rank()].clone();
+    const at::Tensor output = at::empty({numel}, tensor.options());
+    begin(runtime, *stream);
+    runtime.world()->reduce_scatter(output, tensor.clone(), ReduceOp::avg(), *stream);
+    runtime.world()->all_reduce(tensor, ReduceOp::sum(), *stream);
+    finish(runtime, *stream);
+    const int64_t from = runtime.rank() * numel;
+    expect_bits(output, reduced(runtime, ReduceOp::avg(), inputs, from, from + numel), "scatter");
+    expect_bits(tensor, reduced(runtime, ReduceOp::sum(), inputs, 0, size() * numel), "reduce");
+  });
+}
+
+TEST_P(CommunicatorSuite, BroadcastGivesAllTheRootsValues) {
+  run([&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("broadcast", StreamPriority::kNormal);
+    const auto check = [&](at::ScalarType dtype, int64_t numel, int root) {
+      const auto inputs = make_all_values(dtype, numel, 5, size());
+      const at::Tensor tensor = inputs[runtime.rank()].clone();
+      begin(runtime, *stream);
+      runtime.world()->broadcast(tensor, root, *stream);
+      finish(runtime, *stream);
+      expect_bits(tensor, inputs[root], fmt::format("broadcast from rank {}", root));
+    };
+    for (int root = 0; root < size(); ++root) check(at::kFloat, 33, root);
+    for (const at::ScalarType dtype : kOthers) check(dtype, 9, size() - 1);
+    for (const int64_t numel : kSizes) check(at::kBFloat16, numel, size() / 2);
+  });
+}
+
+TEST_P(CommunicatorSuite, AllToAllDeliversEveryPart) {
+  run([&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("exchange", StreamPriority::kNormal);
+    const int n = size();
+    const int rank = runtime.rank();
+    // Uneven: from rank a to rank b go (a + 2 b) % 4 elements, none among them.
+    const auto uneven = [](int from, int to) -> int64_t { return (from + 2 * to) % 4; };
+    const auto even = [](int, int) -> int64_t { return 3; };
+    const auto check = [&](const std::function<int64_t(int, int)>& count, bool pass_splits) {
+      // Every element says where it comes from, where it goes and which of them it is.
+      const auto part = [&](int from, int to) {
+        at::Tensor values = at::empty({count(from, to)}, at::kInt);
+        for (int64_t i = 0; i < values.numel(); ++i) {
+          values[i] = from * 10000 + to * 100 + i;
+        }
+        return values;
+      };
+      std::vector<int64_t> sends, receives;
+      std::vector<at::Tensor> parts, expected;
+      for (int peer = 0; peer < n; ++peer) {
+        sends.push_back(count(rank, peer));
+        receives.push_back(count(peer, rank));
+        parts.push_back(part(rank, peer));
+        expected.push_back(part(peer, rank));
+      }
+      const at::Tensor wanted = at::cat(expected);
+      const at::Tensor output = at::empty({wanted.numel()}, at::kInt);
+      const at::Tensor input = at::cat(parts);
+      if (!pass_splits) sends = receives = {};
+      begin(runtime, *stream);
+      runtime.world()->all_to_all(output, input, receives, sends, *stream);
+      finish(runtime, *stream);
+      expect_bits(output, wanted, "all_to_all");
+    };
+    check(even, false);
+    check(even, true);
+    check(uneven, true);
+  });
+}
+
+TEST_P(CommunicatorSuite, MessagesArriveInOrder) {
+  if (size() == 1) GTEST_SKIP() << "a rank does not send to itself";
+  run([&](Runtime& runtime) {
+    const int next = (runtime.rank() + 1) % size();
+    const int previous = (runtime.rank() + size() - 1) % size();
+    const auto out = runtime.create_stream("out", StreamPriority::kNormal);
+    const auto in = runtime.create_stream("in", StreamPriority::kNormal);
+    begin(runtime, *in);
+    // Two of one size and dtype, so that only their order tells them apart, then one of another.
+    std::vector<at::Tensor> received = {at::zeros({5}), at::zeros({5}), at::zeros({2}, at::kLong)};
+    const auto sent_by = [](int rank) {
+      return std::vector<at::Tensor>{at::full({5}, 1.0 * rank), at::full({5}, 100.0 + rank),
+                                     at::full({2}, 200 + rank, at::kLong)};
+    };
+    for (const at::Tensor& tensor : sent_by(runtime.rank())) {
+      runtime.world()->send(tensor, next, *out);
+    }
+    for (const at::Tensor& tensor : received) runtime.world()->recv(tensor, previous, *in);
+    finish(runtime, *in);
+    const auto expected = sent_by(previous);
+    for (size_t i = 0; i < received.size(); ++i) {
+      expect_bits(received[i], expected[i], fmt::format("message {}", i));
+    }
+    out->synchronize();
+  });
+}
+
+TEST_P(CommunicatorSuite, NobodyLeavesABarrierBeforeAllAreThere) {
+  std::atomic<int> here{0};
+  run([&](Runtime& runtime) {
+    for (int round = 1; round <= 3; ++round) {
+      ++here;
+      runtime.world()->barrier();
+      EXPECT_GE(here, round * size());
+      runtime.world()->barrier();
+    }
+  });
+}
+
+TEST_P(CommunicatorSuite, SubgroupsAreWorldsOfTheirOwn) {
+  run([&](Runtime& runtime) {
+    const int n = size();
+    const int rank = runtime.rank();
+    const auto stream = runtime.create_stream("group", StreamPriority::kNormal);
+    const auto check = [&](Communicator& group, const std::vector<int>& world_ranks) {
+      EXPECT_EQ(group.ranks(), world_ranks);
+      EXPECT_EQ(world_ranks[group.rank()], rank);
+      const int64_t numel = 11;
+      const int m = group.size();
+      std::vector<at::Tensor> inputs;
+      for (const int member : world_ranks) {
+        inputs.push_back(make_values(at::kFloat, m * numel, 6, member));
+      }
+      const at::Tensor input = inputs[group.rank()].clone();
+      const at::Tensor sum = inputs[group.rank()].clone();
+      const at::Tensor output = at::empty({numel});
+      const at::Tensor gathered = at::empty({m * numel});
+      begin(runtime, *stream);
+      group.reduce_scatter(output, input, ReduceOp::avg(), *stream);
+      group.all_reduce(sum, ReduceOp::sum(), *stream);
+      group.all_gather_into(gathered, output, *stream);
+      finish(runtime, *stream);
+      group.barrier();
+      // avg divides by the size of the group, not of the world.
+      expect_bits(gathered, reduced(runtime, ReduceOp::avg(), inputs, 0, m * numel),
+                  fmt::format("{} of {} ranks", group.name(), m));
+      expect_bits(sum, reduced(runtime, ReduceOp::sum(), inputs, 0, m * numel), group.name());
+    };
+
+    // Two interleaved halves at once.
+    std::vector<int> mine;
+    for (int r = rank % 2; r < n; r += 2) mine.push_back(r);
+    const CommunicatorPtr half = runtime.world()->subgroup(mine, "half");
+    check(*half, mine);
+    // A group of a group: its members count in the half.
+    std::vector<int> front;
+    const int middle = (half->size() + 1) / 2;
+    const bool in_front = half->rank() < middle;
+    for (int r = in_front ? 0 : middle; r < (in_front ? middle : half->size()); ++r) {
+      front.push_back(r);
+    }
+    std::vector<int> front_in_world;
+    for (const int r : front) front_in_world.push_back(mine[r]);
+    const CommunicatorPtr quarter = half->subgroup(front, "quarter");
+    check(*quarter, front_in_world);
+    // Alone.
+    check(*runtime.world()->subgroup({rank}, "self"), {rank});
+    // The world is still in step, and so is the first group, behind the later ones.
+    std::vector<int> everybody(n);
+    std::iota(everybody.begin(), everybody.end(), 0);
+    check(*runtime.world(), everybody);
+    check(*half, mine);
+  });
+}
+
+TEST_P(CommunicatorSuite, AStreamRunsItsWorkInOrder) {
+  run([&](Runtime& runtime) {
+    const int rank = runtime.rank();
+    const auto stream = runtime.create_stream("work", StreamPriority::kNormal);
+    const at::Tensor source = at::full({4}, 1.0 + rank);
+    const at::Tensor buffer = at::zeros({4 * size()});
+    const at::Tensor slot = buffer.narrow(0, rank * 4, 4);
+    const at::Tensor result = at::zeros({4 * size()});
+    const at::Tensor sum = at::zeros({});
+    std::vector<int> order;
+    begin(runtime, *stream);
+    // As FSDP does: copy in, gather, copy out; then a reduction of what came out.
+    stream->run([&] {
+      order.push_back(0);
+      slot.copy_(source);
+    });
+    runtime.world()->all_gather_into(buffer, slot, *stream);
+    stream->run([&] {
+      order.push_back(1);
+      result.copy_(buffer);
+      sum.copy_(result.sum());
+    });
+    runtime.world()->all_reduce(sum, ReduceOp::sum(), *stream);
+    stream->run([&] {
+      order.push_back(2);
+      sum.mul_(2);
+    });
+    finish(runtime, *stream);
+    const int n = size();
+    EXPECT_EQ(order, (std::vector<int>{0, 1, 2}));
+    for (int r = 0; r < n; ++r) EXPECT_EQ(result[4 * r].item<float>(), 1.0f + r);
+    EXPECT_EQ(sum.item<float>(), 2.0f * n * 4.0f * static_cast<float>(n * (n + 1) / 2));
+  });
+}
+
+TEST_P(CommunicatorSuite, AStreamWaitsForAnothersEvent) {
+  run([&](Runtime& runtime) {
+    const auto first = runtime.create_stream("first", StreamPriority::kNormal);
+    const auto second = runtime.create_stream("second", StreamPriority::kNormal);
+    const at::Tensor tensor = at::full({1000}, 1.0);
+    begin(runtime, *first);
+    runtime.world()->all_reduce(tensor, ReduceOp::sum(), *first);
+    const EventPtr reduced_event = first->record();
+    // Behind the event on the first stream; the second must not wait for it.
+    const at::Tensor later = at::zeros({1});
+    runtime.world()->all_reduce(later, ReduceOp::sum(), *first);
+    second->wait(reduced_event);
+    second->wait(nullptr);
+    second->run([&] { tensor.add_(1); });
+    runtime.world()->all_reduce(tensor, ReduceOp::avg(), *second);
+    const EventPtr done = second->record();
+    done->synchronize();
+    done->synchronize();
+    EXPECT_EQ(tensor[0].item<float>(), size() + 1.0f);
+    EXPECT_EQ(tensor[999].item<float>(), size() + 1.0f);
+    first->synchronize();
+    second->synchronize();
+  });
+}
+
+TEST_P(CommunicatorSuite, OperationsOnSeveralStreamsMayEndInAnyOrder) {
+  run([&](Runtime& runtime) {
+    const int n = size();
+    const int rank = runtime.rank();
+    const auto a = runtime.create_stream("a", StreamPriority::kNormal);
+    const auto b = runtime.create_stream("b", StreamPriority::kNormal);
+    std::vector<at::Tensor> gathered;
+    std::vector<EventPtr> events;
+    begin(runtime, *a);
+    begin(runtime, *b);
+    for (int i = 0; i < 6; ++i) {
+      Stream& stream = i % 2 == 0 ? *a : *b;
+      const at::Tensor output = at::zeros({n * 50});
+      const at::Tensor input = at::full({50}, 10.0 * i + rank);
+      // The closure owns the output; the input is dropped here and must live on.
+      runtime.world()->all_gather_into(output, input, stream);
+      stream.run([output] { output.add_(0.5); });
+      gathered.push_back(output);
+      events.push_back(stream.record());
+    }
+    for (int i = 5; i >= 0; --i) {
+      runtime.compute_stream().wait(events[i]);
+      for (int r = 0; r < n; ++r) {
+        EXPECT_EQ(gathered[i][r * 50 + 49].item<float>(), 10.0f * i + r + 0.5f);
+      }
+    }
+  });
+}
+
+TEST_P(CommunicatorSuite, RanksMayWaitForStreamsInDifferentOrders) {
+  // While a rank waits for one stream, what the others hold must go on: a peer waits for it.
+  run([&](Runtime& runtime) {
+    const auto a = runtime.create_stream("a", StreamPriority::kNormal);
+    const auto b = runtime.create_stream("b", StreamPriority::kNormal);
+    for (int round = 0; round < 3; ++round) {
+      const at::Tensor x = at::full({100}, 1.0);
+      const at::Tensor y = at::full({100}, 2.0);
+      begin(runtime, *a);
+      begin(runtime, *b);
+      for (int i = 0; i < 3; ++i) {
+        runtime.world()->all_reduce(x, ReduceOp::avg(), *a);
+        a->run([&] { x.add_(1); });
+        runtime.world()->all_reduce(y, ReduceOp::avg(), *b);
+        b->run([&] { y.add_(1); });
+      }
+      const bool a_first = (runtime.rank() + round) % 2 == 0;
+      (a_first ? a : b)->synchronize();
+      if (round == 1) runtime.world()->barrier();
+      (a_first ? b : a)->synchronize();
+      if (round == 2) runtime.world()->barrier();
+      EXPECT_EQ(x[99].item<float>(), 4.0f);
+      EXPECT_EQ(y[99].item<float>(), 5.0f);
+    }
+  });
+}
+
+TEST_P(CommunicatorSuite, OperationsOnTheComputeStreamAreDoneInProgramOrder) {
+  run([&](Runtime& runtime) {
+    Stream& compute = runtime.compute_stream();
+    const at::Tensor tensor = at::full({3}, 1.0 + runtime.rank());
+    runtime.world()->all_reduce(tensor, ReduceOp::max(), compute);
+    compute.synchronize();
+    EXPECT_EQ(tensor[0].item<float>(), static_cast<float>(size()));
+    compute.run([&] { tensor.neg_(); });
+    compute.synchronize();
+    EXPECT_EQ(tensor[0].item<float>(), -static_cast<float>(size()));
+  });
+}
+
+TEST_P(CommunicatorSuite, AnErrorInAClosureIsThrownToWhoeverWaitsForIt) {
+  run([&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("work", StreamPriority::kNormal);
+    const at::Tensor tensor = at::full({3}, 1.0);
+    begin(runtime, *stream);
+    runtime.world()->all_reduce(tensor, ReduceOp::sum(), *stream);
+    const auto queue_and_wait = [&] {
+      stream->run([] { throw std::runtime_error("closure failed"); });
+      stream->synchronize();
+    };
+    EXPECT_THROW(queue_and_wait(), std::runtime_error);
+    runtime.world()->barrier();
+  });
+}
+
+TEST_P(CommunicatorSuite, ARefusedCallLeavesTheGroupUsable) {
+  run([&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("work", StreamPriority::kNormal);
+    const at::Tensor tensor = at::full({3}, 1.0);
+    const uint64_t before = runtime.world()->sequence();
+    EXPECT_THROW(runtime.world()->broadcast(tensor, size(), *stream), c10::Error);
+    EXPECT_THROW(runtime.world()->all_gather_into(at::zeros({3 * size() + 1}), tensor, *stream),
+                 c10::Error);
+    EXPECT_EQ(runtime.world()->sequence(), before);
+    begin(runtime, *stream);
+    runtime.world()->all_reduce(tensor, ReduceOp::sum(), *stream);
+    finish(runtime, *stream);
+    EXPECT_EQ(tensor[2].item<float>(), static_cast<float>(size()));
+    EXPECT_EQ(runtime.world()->sequence(), before + 1);
+  });
+}
+
+}  // namespace ppfsdp::comm::testing
