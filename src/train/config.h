@@ -53,6 +53,8 @@ struct OptimizerConfig {
   double eps = 1e-8;
   double weight_decay = 0.1;
   double momentum = 0.9;
+  double dampening = 0;
+  bool nesterov = false;
   std::string implementation = "foreach";
   int64_t warmup_steps = 5;
   std::string decay = "cosine";
@@ -69,7 +71,7 @@ struct ParallelismConfig {
 struct CommunicationConfig {
   std::string backend = "sim";
   int64_t sim_seed = 0;
-  std::string sim_schedule = "round_robin";
+  std::string sim_schedule = "lazy";
   std::string sim_order = "gloo_ring";
   bool sim_poison = true;
   double timeout_s = 300;
