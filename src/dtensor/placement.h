@@ -33,7 +33,8 @@ class Placement {
   double norm_order() const { return norm_order_; }
 
   bool operator==(const Placement&) const = default;
-  /// "Replicate()", "Shard(0)", "StridedShard(0, split_factor=2)", "Partial(sum)", "Partial(norm 2)".
+  /// "Replicate()", "Shard(0)", "StridedShard(0, split_factor=2)", "Partial(sum)", "Partial(norm
+  /// 2)".
   std::string str() const;
 
  private:

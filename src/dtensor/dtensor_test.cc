@@ -1,0 +1,118 @@
+#include "src/dtensor/dtensor.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "src/dtensor/testing.h"
+
+namespace ppfsdp::dtensor {
+namespace {
+
+using testing::difference;
+using testing::integers;
+using testing::kP;
+using testing::kR;
+using testing::on_mesh;
+using testing::S;
+
+template <typename Function>
+std::string error_of(const Function& function) {
+  try {
+    function();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+// A shard with the wrong rows, or padding left in, would not give the tensor back.
+TEST(DTensor, distributes_and_gathers_uneven_and_empty_shards) {
+  for (int64_t world : {1, 2, 3, 4, 5}) {
+    on_mesh({world}, [](const mesh::DeviceMeshPtr& mesh) {
+      for (const std::vector<int64_t>& sizes :
+           std::vector<std::vector<int64_t>>{{7, 3}, {1, 4}, {8, 5}, {0, 3}, {2, 2, 3}}) {
+        for (int64_t dim = 0; dim < static_cast<int64_t>(sizes.size()); ++dim) {
+          const at::Tensor full = integers(sizes, 1);
+          const at::Tensor dtensor = distribute_tensor(full, mesh, {S(dim)});
+          EXPECT_TRUE(is_dtensor(dtensor));
+          EXPECT_EQ(dtensor.sizes(), full.sizes());
+          EXPECT_EQ(difference(full_tensor(dtensor), full), "");
+        }
+      }
+    });
+  }
+}
+
+// If plain tensors counted as DTensors, or the metadata were the shard's, code that branches on
+// them would go wrong.
+TEST(DTensor, has_global_metadata_and_no_memory) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor dtensor = distribute_tensor(integers({3, 4}, 1), mesh, {S(0)});
+    EXPECT_FALSE(is_dtensor(integers({3, 4}, 1)));
+    EXPECT_FALSE(is_dtensor(at::Tensor()));
+    EXPECT_EQ(dtensor.numel(), 12);
+    EXPECT_EQ(dtensor.strides(), at::IntArrayRef({4, 1}));
+    EXPECT_TRUE(dtensor.is_cpu());
+    EXPECT_FALSE(dtensor.is_meta());
+    EXPECT_TRUE(dtensor.is_contiguous());
+    EXPECT_FALSE(dtensor.has_storage());
+    EXPECT_ANY_THROW(dtensor.data_ptr());
+    EXPECT_EQ(local_of(dtensor).size(0), mesh->coordinate(0) == 0 ? 2 : 1);
+    EXPECT_EQ(spec_of(dtensor)->placements, Placements{S(0)});
+  });
+}
+
+// Equal specs that are two objects would make every op miss its cache.
+TEST(DTensor, equal_specs_are_one_object) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor a = distribute_tensor(integers({3, 4}, 1), mesh, {S(0)});
+    const at::Tensor b = distribute_tensor(integers({3, 4}, 2), mesh, {S(0)});
+    EXPECT_EQ(spec_of(a), spec_of(b));
+    EXPECT_NE(spec_of(a), spec_of(distribute_tensor(integers({3, 4}, 1), mesh, {S(1)})));
+    EXPECT_EQ(spec_of(a), spec_of(a + b));
+  });
+}
+
+// from_local must share memory (FSDP's optimizer writes through it) and refuse a part that is not
+// one.
+TEST(DTensor, from_local_shares_memory_and_checks_sizes) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor local = at::zeros({mesh->coordinate(0) == 0 ? 2 : 1, 4});
+    const at::Tensor dtensor = from_local(local, mesh, {S(0)}, at::IntArrayRef({3, 4}));
+    dtensor.add_(1);
+    EXPECT_EQ(difference(local, at::ones_like(local)), "");
+    const std::string error = error_of([&] {
+      from_local(at::zeros({3, 4}), mesh, {S(0)}, at::IntArrayRef({3, 4}));
+    });
+    EXPECT_NE(error.find("got a local part of sizes [3, 4]"), std::string::npos) << error;
+    EXPECT_NE(error_of([&] { from_local(local, mesh, {S(2)}); }).find("out of range"),
+              std::string::npos);
+    EXPECT_NE(error_of([&] {
+                from_local(local, mesh, {S(0), S(1)});
+              }).find("one placement"),
+              std::string::npos);
+  });
+}
+
+// The error has to say which op and which placements, or nobody can act on it.
+TEST(DTensor, an_op_without_a_rule_names_itself_and_the_placements) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor dtensor = distribute_tensor(integers({4, 4}, 1), mesh, {S(0)});
+    const std::string error = error_of([&] { at::linalg_qr(dtensor); });
+    EXPECT_NE(error.find("linalg_qr"), std::string::npos) << error;
+    EXPECT_NE(error.find("Shard(0)"), std::string::npos) << error;
+  });
+}
+
+TEST(DTensor, to_string_shows_the_local_part) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor dtensor = distribute_tensor(at::ones({4, 3}), mesh, {S(0)});
+    EXPECT_EQ(to_string(dtensor).rfind(
+                  "DTensor(local=[2, 3] of [4, 3], Float, DeviceMesh(2), [Shard(0)])\n 1  1  1", 0),
+              0)
+        << to_string(dtensor);
+  });
+}
+
+}  // namespace
+}  // namespace ppfsdp::dtensor
