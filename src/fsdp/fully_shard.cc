@@ -27,6 +27,13 @@ class Collector {
  public:
   std::vector<FSDPParam> collect(torch::nn::Module& root) {
     visit(root, "", /*is_root=*/true);
+    for (const FSDPParam& param : params_) {
+      for (const auto& [original, owner] : owned_) {
+        TORCH_CHECK(original != param.sharded.unsafeGetTensorImpl(), "fully_shard: parameter '",
+                    param.fqn, "' is tied to '", owner,
+                    "' of a module that is sharded already; tied parameters must be in one group");
+      }
+    }
     return std::move(params_);
   }
 
@@ -79,11 +86,6 @@ class Collector {
     TORCH_CHECK(value.is_contiguous(), "fully_shard: parameter '", fqn, "' of sizes ",
                 value.sizes(), " and strides ", value.strides(),
                 " is not contiguous; register a contiguous tensor");
-    for (const auto& [original, owner] : owned_) {
-      TORCH_CHECK(original != value.unsafeGetTensorImpl(), "fully_shard: parameter '", fqn,
-                  "' is tied to '", owner,
-                  "' of a module that is sharded already; tied parameters must be in one group");
-    }
     const auto same = std::find_if(params_.begin(), params_.end(), [&](const FSDPParam& param) {
       return param.sharded.is_same(value);
     });

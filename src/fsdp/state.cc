@@ -27,12 +27,12 @@ struct StateHolder : torch::CustomClassHolder {
 /// by then the gradients of the module's parameters are complete.
 struct PostBackward : torch::autograd::Function<PostBackward> {
   static variable_list forward(AutogradContext* context, const std::function<void()>& post_backward,
-                               variable_list inputs) {
+                               at::TensorList inputs) {
     // A gradient that nothing asks for stays undefined, as in the plain model.
     context->set_materialize_grads(false);
     context->saved_data["post_backward"] =
         c10::IValue::make_capsule(c10::make_intrusive<StateHolder>(post_backward));
-    return inputs;
+    return inputs.vec();
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
@@ -171,7 +171,7 @@ void FSDPState::pre_forward(const nn::Module::TensorRefs& inputs) {
       state->post_backward();
     }
   };
-  const variable_list passed = PostBackward::apply(post_backward, differentiable);
+  const variable_list passed = PostBackward::apply(post_backward, at::TensorList(differentiable));
   size_t next = 0;
   for (at::Tensor* input : inputs) {
     if (input->requires_grad()) {
