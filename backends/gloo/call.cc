@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <bit>
@@ -24,6 +25,43 @@ Call decode(const int64_t* from) {
   call.root = from[kRoot];
   call.count = from[kCount];
   return call;
+}
+
+/// A rank that lists another as member of the new group, which lists other members.
+std::optional<std::string> find_unequal_members(const int64_t* calls, int size,
+                                                const std::vector<int>& names) {
+  const auto row = [&](int rank) { return calls + rank * encoded_size(size) + kFields; };
+  const auto list = [&](int rank) {
+    std::vector<int> members;
+    for (int member = 0; member < size; ++member) {
+      if (row(rank)[member] != 0) members.push_back(names[member]);
+    }
+    return members;
+  };
+  for (int rank = 0; rank < size; ++rank) {
+    for (int member = 0; member < size; ++member) {
+      if (row(rank)[member] == 0 || list(rank) == list(member)) continue;
+      return fmt::format("rank {} passes the members {}, but rank {} passes {}", names[rank],
+                         list(rank), names[member], list(member));
+    }
+  }
+  return std::nullopt;
+}
+
+/// A rank that sends another more or less than that one expects.
+std::optional<std::string> find_unequal_split(const int64_t* calls, int size,
+                                              const std::vector<int>& names) {
+  const auto row = [&](int rank) { return calls + rank * encoded_size(size) + kFields; };
+  for (int from = 0; from < size; ++from) {
+    for (int to = 0; to < size; ++to) {
+      const int64_t sent = row(from)[to];
+      const int64_t expected = row(to)[size + from];
+      if (sent == expected) continue;
+      return fmt::format("rank {} sends {} elements to rank {}, which expects {}", names[from],
+                         sent, names[to], expected);
+    }
+  }
+  return std::nullopt;
 }
 
 uint64_t mix(uint64_t x) {
@@ -108,10 +146,6 @@ std::optional<std::string> find_difference(const int64_t* calls, int size,
       if (fields(rank) == fields(speaker)) continue;
       const Call odd = decode(of(rank));
       const Call usual = decode(of(speaker));
-      if (odd.kind == Call::Kind::kSubgroup && usual.kind == Call::Kind::kSubgroup) {
-        return fmt::format("rank {} differs: it passes other members than rank {}", names[rank],
-                           names[speaker]);
-      }
       if (odd.kind == Call::Kind::kMessage && usual.kind == Call::Kind::kMessage) {
         return fmt::format("rank {} sends {} {}, rank {} receives {} {}", names[0],
                            decode(of(0)).count, c10::toString(decode(of(0)).dtype), names[1],
@@ -121,16 +155,9 @@ std::optional<std::string> find_difference(const int64_t* calls, int size,
                          odd.to_string(), names[speaker], usual.to_string());
     }
   }
-  for (int from = 0; from < size; ++from) {
-    for (int to = 0; to < size; ++to) {
-      const int64_t sent = of(from)[kFields + to];
-      const int64_t expected = of(to)[kFields + size + from];
-      if (sent != expected) {
-        return fmt::format("rank {} sends {} elements to rank {}, which expects {}", names[from],
-                           sent, names[to], expected);
-      }
-    }
-  }
+  const auto first = static_cast<Call::Kind>(of(0)[kKind]);
+  if (first == Call::Kind::kSubgroup) return find_unequal_members(calls, size, names);
+  if (first == Call::Kind::kAllToAll) return find_unequal_split(calls, size, names);
   return std::nullopt;
 }
 

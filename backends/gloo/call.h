@@ -29,10 +29,11 @@ struct Call {
   c10::ScalarType dtype = c10::ScalarType::Byte;
   comm::ReduceOp op;
   int64_t root = 0;
-  /// Elements of the larger of the tensors; for kSubgroup a hash of its members.
+  /// Elements of the larger of the tensors.
   int64_t count = 0;
-  /// kAllToAll only: elements to and from each rank.
+  /// Of kAllToAll the elements to each rank, of kSubgroup 1 for each member; a value a rank.
   std::vector<int64_t> sends;
+  /// Of kAllToAll the elements from each rank.
   std::vector<int64_t> receives;
 
   /// "all_reduce of 10 Float by sum".

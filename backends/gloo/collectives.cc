@@ -261,11 +261,10 @@ class Message final : public Exchange {
 };
 
 /// The check alone.
-class Agreement final : public Exchange {
+class Agreement final : public Collective {
  public:
-  Agreement(Place place, Call call, std::vector<int> parties)
-      : Exchange(place.group, std::move(call), std::move(parties), place.number,
-                 /*checked=*/true) {}
+  Agreement(Place place, Call call)
+      : Collective({std::move(place.group), place.number, /*checked=*/true}, std::move(call)) {}
 
  protected:
   void post() override {}
@@ -314,17 +313,14 @@ OperationPtr recv(Place place, const at::Tensor& tensor, int peer) {
 }
 
 OperationPtr barrier(Place place) {
-  auto parties = everybody(*place.group);
-  return std::make_unique<Agreement>(std::move(place), Call{.kind = Call::Kind::kBarrier},
-                                     std::move(parties));
+  return std::make_unique<Agreement>(std::move(place), Call{.kind = Call::Kind::kBarrier});
 }
 
 OperationPtr agree_on_subgroup(Place place, const std::vector<int>& members) {
-  uint64_t list = members.size();
-  for (const int member : members) list = hash({list, static_cast<uint64_t>(member)});
-  return std::make_unique<Agreement>(
-      std::move(place), Call{.kind = Call::Kind::kSubgroup, .count = static_cast<int64_t>(list)},
-      members);
+  Call call{.kind = Call::Kind::kSubgroup};
+  call.sends.resize(place.group->size());
+  for (const int member : members) call.sends[member] = 1;
+  return std::make_unique<Agreement>(std::move(place), std::move(call));
 }
 
 }  // namespace ppfsdp::gloo

@@ -44,7 +44,7 @@ OperationPtr recv(Place place, const at::Tensor& tensor, int peer);
 /// Transfers nothing but the calls of all ranks, so it ends when all are here.
 OperationPtr barrier(Place place);
 
-/// A barrier of `members` that compares their lists of members.
+/// A barrier that compares the ranks' lists of members: those who list each other must agree.
 OperationPtr agree_on_subgroup(Place place, const std::vector<int>& members);
 
 }  // namespace ppfsdp::gloo

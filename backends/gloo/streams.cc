@@ -139,6 +139,11 @@ void SideStream::wait(const comm::EventPtr& event) {
   queue_.push_back({nullptr, std::move(mark), nullptr, std::nullopt});
 }
 
+void SideStream::synchronize() {
+  drain(end());
+  throw_if_failed();
+}
+
 void SideStream::enqueue(OperationPtr operation) {
   throw_if_failed();
   queue_.push_back({std::move(operation), nullptr, nullptr, std::nullopt});
@@ -193,7 +198,12 @@ void SideStream::drain(uint64_t position) {
     if (head.mark != nullptr) {
       // A copy: the item goes as soon as its event is done.
       const std::shared_ptr<Mark> mark = head.mark;
-      mark->synchronize();
+      try {
+        mark->synchronize();
+      } catch (...) {
+        fail(std::current_exception());
+        throw;
+      }
     } else {
       progress_->block(*head.operation);
     }

@@ -93,7 +93,7 @@ class SideStream final : public comm::Stream,
   void run(std::function<void()> closure) override;
   comm::EventPtr record() override;
   void wait(const comm::EventPtr& event) override;
-  void synchronize() override { drain(end()); }
+  void synchronize() override;
   void enqueue(OperationPtr operation) override;
 
  private:
