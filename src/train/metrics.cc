@@ -73,10 +73,10 @@ double wall_time() {
 class TensorBoardSink : public MetricsSink {
  public:
   explicit TensorBoardSink(const std::string& path)
-      : file_("metrics.tensorboard", path, IfExists::kError) {
-    file_.append(tf_record(version_event(wall_time())));
-  }
+      : file_("metrics.tensorboard", path, IfExists::kError) {}
   void write(const StepRecord& record) override {
+    if (!begun_) file_.append(tf_record(version_event(wall_time())));
+    begun_ = true;
     const auto value = [](double number) { return static_cast<float>(number); };
     file_.append(tf_record(scalar_event(
         wall_time(), record.step,
@@ -91,6 +91,7 @@ class TensorBoardSink : public MetricsSink {
 
  private:
   OutputFile file_;
+  bool begun_ = false;
 };
 
 double physical_memory_bytes() {

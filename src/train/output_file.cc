@@ -35,6 +35,7 @@ OutputFile::OutputFile(std::string key, std::string path, IfExists if_exists)
   int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC;
   if (if_exists == IfExists::kError) flags |= O_EXCL;
   if (if_exists == IfExists::kOverwrite) flags |= O_TRUNC;
+  const bool existed = std::filesystem::exists(path_, error);
   descriptor_ = open(path_.c_str(), flags, 0666);
   if (descriptor_ < 0 && errno == EEXIST) {
     throw ConfigError(fmt::format(
@@ -44,15 +45,19 @@ OutputFile::OutputFile(std::string key, std::string path, IfExists if_exists)
   if (descriptor_ < 0) {
     throw ConfigError(fmt::format("{}: cannot write {}: {}", key_, path_, std::strerror(errno)));
   }
+  made_and_empty_ = !existed;
 }
 
 OutputFile::OutputFile(OutputFile&& other) noexcept
     : key_(std::move(other.key_)),
       path_(std::move(other.path_)),
-      descriptor_(std::exchange(other.descriptor_, -1)) {}
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      made_and_empty_(other.made_and_empty_) {}
 
 OutputFile::~OutputFile() {
-  if (descriptor_ >= 0) close(descriptor_);
+  if (descriptor_ < 0) return;
+  close(descriptor_);
+  if (made_and_empty_) unlink(path_.c_str());
 }
 
 void OutputFile::append(std::string_view record) {
@@ -63,6 +68,7 @@ void OutputFile::append(std::string_view record) {
       throw std::runtime_error(
           fmt::format("{}: cannot write {}: {}", key_, path_, std::strerror(errno)));
     }
+    made_and_empty_ = false;
     done += static_cast<size_t>(written);
   }
 }

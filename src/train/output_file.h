@@ -11,7 +11,8 @@ enum class IfExists { kError, kAppend, kOverwrite };
 IfExists parse_if_exists(const std::string& text);
 
 /// A file that only grows by whole records: each append is one write, so a crash of the process
-/// leaves whole records (a crash of the machine may lose the last ones).
+/// leaves whole records (a crash of the machine may lose the last ones). A file that was made here
+/// and got none is removed again at the end.
 class OutputFile {
  public:
   /// Opens or makes `path` and the folders above it. Throws ConfigError, led by `key`, for a file
@@ -31,6 +32,7 @@ class OutputFile {
   std::string key_;
   std::string path_;
   int descriptor_ = -1;
+  bool made_and_empty_ = false;
 };
 
 }  // namespace ppfsdp::train

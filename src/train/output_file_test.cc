@@ -47,6 +47,22 @@ TEST_F(OutputFileTest, paths_that_can_not_be_written) {
       "key: cannot write " + folder_.string() + ": Is a directory");
 }
 
+// A run that fails before its first step must not leave a file that the next one trips over; one
+// that was there stays.
+TEST_F(OutputFileTest, made_for_nothing_is_removed) {
+  OutputFile("key", path("a"), IfExists::kError);
+  EXPECT_FALSE(std::filesystem::exists(path("a")));
+  write("b", "");
+  OutputFile("key", path("b"), IfExists::kAppend);
+  EXPECT_TRUE(std::filesystem::exists(path("b")));
+  {
+    OutputFile first("key", path("c"), IfExists::kError);
+    OutputFile second(std::move(first));
+    second.append("x");
+  }
+  EXPECT_EQ(content("c"), "x");
+}
+
 // /dev/full fails every write, as a full disk does.
 TEST_F(OutputFileTest, full_disk_is_an_error) {
   OutputFile file("key", "/dev/full", IfExists::kAppend);

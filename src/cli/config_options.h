@@ -1,0 +1,25 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+#include "src/train/config.h"
+
+namespace ppfsdp::cli {
+
+/// What the subcommands that take a config have in common.
+struct ConfigOptions {
+  std::string file;
+  std::vector<std::string> overrides;
+  bool print_config = false;
+};
+
+/// Adds the arguments CONFIG, --set and --print-config to `command`, and every key to its --help.
+void add_config_options(CLI::App& command, ConfigOptions& options);
+
+/// The config, its backend resolved and everything checked that can be before ranks run. Throws
+/// ConfigError.
+train::Config read_config(const ConfigOptions& options);
+
+}  // namespace ppfsdp::cli

@@ -1,0 +1,85 @@
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <string>
+
+#include "src/cli/config_options.h"
+#include "src/cli/launch.h"
+#include "src/cli/report.h"
+#include "src/cli/train_command.h"
+#include "src/train/config_error.h"
+
+namespace ppfsdp::cli {
+namespace {
+
+/// Paths that the user gives are relative to where the user stands, which is not where `bazel run`
+/// starts this process.
+void go_where_the_user_stands() {
+  const char* folder = std::getenv("BUILD_WORKING_DIRECTORY");
+  if (folder != nullptr && chdir(folder) != 0) {
+    throw train::ConfigError(
+        fmt::format("BUILD_WORKING_DIRECTORY={}: {}", folder, std::strerror(errno)));
+  }
+}
+
+void add_launch_options(CLI::App& command, LaunchOptions& options) {
+  command.add_option("-n,--processes", options.processes, "Processes to start, one a rank")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
+  command.add_option("--port", options.port, "Port where rank 0 listens; 0: one that is free now")
+      ->check(CLI::Range(0, 65535))
+      ->capture_default_str();
+  command
+      .add_option("--grace", options.grace_s,
+                  "Seconds that the others get to end after one has failed")
+      ->check(CLI::Range(0.0, 1e6))
+      ->capture_default_str();
+  command.add_option("COMMAND", options.command, "-- train ... or -- verify ...")->required();
+}
+
+int run(int argc, char** argv) {
+  CLI::App app(
+      "Per-parameter fully sharded training on a simulated mesh, on Gloo or on one device.",
+      "ppfsdp");
+  app.require_subcommand(1);
+  app.footer("ppfsdp SUBCOMMAND --help tells more.");
+
+  ConfigOptions train_options;
+  CLI::App* train = app.add_subcommand("train", "Train a Llama; without arguments the debug one");
+  add_config_options(*train, train_options);
+
+  LaunchOptions launch_options;
+  CLI::App* launcher =
+      app.add_subcommand("launch", "Start one process a rank: ppfsdp launch -n 4 -- train [...]");
+  add_launch_options(*launcher, launch_options);
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    throw train::ConfigError(error.what());
+  }
+  go_where_the_user_stands();
+  if (train->parsed()) return train_command(train_options);
+  return launch(launch_options);
+}
+
+}  // namespace
+}  // namespace ppfsdp::cli
+
+int main(int argc, char** argv) {
+  try {
+    // One thread: part of every claim to equal bits, and ranks are the parallelism.
+    at::set_num_threads(1);
+    return ppfsdp::cli::run(argc, argv);
+  } catch (const std::exception& error) {
+    return ppfsdp::cli::report(error);
+  }
+}

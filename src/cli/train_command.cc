@@ -1,0 +1,106 @@
+#include "src/cli/train_command.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "src/cli/report.h"
+#include "src/cli/runtimes.h"
+#include "src/cli/stop_signal.h"
+#include "src/nn/llama_config.h"
+#include "src/train/data_loader.h"
+#include "src/train/metrics.h"
+#include "src/train/peak_flops.h"
+#include "src/train/recipe.h"
+#include "src/train/trainer.h"
+
+namespace ppfsdp::cli {
+namespace {
+
+using train::Config;
+
+/// Whether this process holds rank 0, which alone prints and writes metrics.
+bool leads(const Config& config) {
+  return config.communication.backend != "gloo" || std::string(std::getenv("RANK")) == "0";
+}
+
+/// FLOP/s of the devices that the ranks compute on. Ranks on the simulated mesh take turns on one
+/// core; processes have one each, as far as there are cores.
+double peak_flops(const Config& config) {
+  if (config.metrics.peak_tflops > 0) return config.metrics.peak_tflops * 1e12;
+  int64_t cores = 1;
+  if (config.communication.backend == "gloo") {
+    cores = std::min<int64_t>(config.parallelism.ranks,
+                              std::max(1u, std::thread::hardware_concurrency()));
+  }
+  return train::measure_peak_flops() * static_cast<double>(cores);
+}
+
+std::unique_ptr<train::Metrics> open_metrics(const Config& config, const nn::LlamaConfig& model) {
+  train::MetricsScale scale;
+  scale.steps = config.training.steps;
+  scale.tokens_per_step = config.training.global_batch * config.data.seq_len;
+  scale.flops_per_token = nn::flops_per_token(model, config.data.seq_len);
+  scale.peak_flops = peak_flops(config);
+  return std::make_unique<train::Metrics>(config.metrics, scale, stdout, stderr);
+}
+
+void print_start(const Config& config, const nn::LlamaConfig& model,
+                 const train::DataLoader& data) {
+  fmt::print(
+      "model: {} ({:.2f} M parameters)  data: {:.2f} M tokens in {} files  batch: {} x {} tokens  "
+      "backend: {}, {} rank{}\n",
+      config.model.name, static_cast<double>(nn::parameter_count(model)) / 1e6,
+      static_cast<double>(data.data().size()) / 1e6, data.data().paths().size(),
+      config.training.global_batch, config.data.seq_len, config.communication.backend,
+      config.parallelism.ranks, config.parallelism.ranks == 1 ? "" : "s");
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int train_command(const ConfigOptions& options) {
+  const Config config = read_config(options);
+  if (options.print_config) {
+    fmt::print("{}", train::to_toml(config));
+    return kSuccess;
+  }
+  const nn::LlamaConfig model = train::model_config(config);
+  const train::DataLoader data(config, model.vocab_size);
+  const bool leader = leads(config);
+  std::unique_ptr<train::Metrics> metrics;
+  if (leader) {
+    metrics = open_metrics(config, model);
+    print_start(config, model, data);
+  }
+  const std::atomic<int>& stop_signal = catch_stop_signals();
+
+  train::StepResult last;
+  run_ranks(config, [&](comm::Runtime& runtime) {
+    train::Trainer trainer(config, data, runtime);
+    train::TrainOptions train_options{.stop_signal = &stop_signal};
+    if (runtime.rank() == 0) {
+      train_options.on_step = [&](const train::StepResult& step) {
+        metrics->step(step.step + 1, step.loss, step.grad_norm, step.lr, step.seconds);
+      };
+    }
+    const train::StepResult result = train::train(trainer, config.training.steps, train_options);
+    if (runtime.rank() == 0 || config.communication.backend == "gloo") last = result;
+  });
+
+  const int64_t done = last.step + 1;
+  if (leader) metrics->finish();
+  if (last.stop_signal == 0 || done == config.training.steps) return kSuccess;
+  if (leader) {
+    fmt::print(stderr, "ppfsdp: stopped by {} after step {} of {}\n",
+               last.stop_signal == SIGINT ? "SIGINT" : "SIGTERM", done, config.training.steps);
+  }
+  return 128 + last.stop_signal;
+}
+
+}  // namespace ppfsdp::cli
