@@ -298,14 +298,15 @@ void Operation::poison_outputs(int index) {
       const bool in_place = data >= input && data < input + request.input.nbytes();
       return in_place ? void() : poison(data, output.nbytes(), dtype);
     }
-    case Kind::kAllReduce:
-    case Kind::kBroadcast:
-      if (request.input.defined()) {
-        at::Tensor aside = at::empty_like(output);
-        std::memcpy(aside.mutable_data_ptr(), data, output.nbytes());
-        request.input = std::move(aside);
-      }
+    case Kind::kAllReduce: {
+      at::Tensor aside = at::empty_like(output);
+      std::memcpy(aside.mutable_data_ptr(), data, output.nbytes());
+      request.input = std::move(aside);
       return poison(data, output.nbytes(), dtype);
+    }
+    case Kind::kBroadcast:
+      // The root's tensor is only read.
+      return request.input.defined() ? void() : poison(data, output.nbytes(), dtype);
     case Kind::kAllToAll:
     case Kind::kRecv:
       return poison(data, output.nbytes(), dtype);
