@@ -138,6 +138,7 @@ class OpState {
       }
       const c10::AliasInfo* alias = argument.alias_info();
       tensors_.push_back({i, alias != nullptr && alias->isWrite()});
+      writes_ = writes_ || tensors_.back().written;
     }
     for (const c10::Argument& value : schema.returns()) {
       Return result;
@@ -251,6 +252,21 @@ class OpState {
     const Placements* placements;
   };
 
+  /// In-place ops have a kernel above that counts the write and excludes its key before it calls
+  /// us. The ops on lists have none: LibTorch leaves that to the ops on single tensors inside them.
+  void note_writes(const Stack& stack, size_t base) const {
+    const bool counted = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
+    for (const TensorArgument& argument : tensors_) {
+      if (argument.written) {
+        visit(stack[base + argument.index], [&](const at::Tensor& tensor) {
+          if (impl_of(tensor) != nullptr) {
+            static_cast<DTensorImpl*>(tensor.unsafeGetTensorImpl())->note_write(counted);
+          }
+        });
+      }
+    }
+  }
+
   struct Frame {
     Entry& entry;
     c10::SmallVector<c10::IValue, 6> originals;
@@ -298,6 +314,9 @@ class OpState {
   }
 
   void execute(const std::shared_ptr<Entry>& entry, Stack& stack, size_t base) const {
+    if (writes_) {
+      note_writes(stack, base);
+    }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     Frame frame{*entry, {}, {}};
     // All originals first: a plain operand that moves asks the others for the mesh.
@@ -382,6 +401,7 @@ class OpState {
 
   c10::OperatorHandle op_;
   const Rule* rule_;
+  bool writes_ = false;
   std::vector<TensorArgument> tensors_;
   std::vector<size_t> others_;
   std::vector<Return> returns_;

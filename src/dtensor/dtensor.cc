@@ -68,13 +68,8 @@ void check_gradient(const char* function, const at::Tensor& gradient) {
 }
 
 at::Tensor wrap(const at::Tensor& local, const SpecPtr& spec) {
-  const at::Tensor detached = local.detach();
-  at::Tensor dtensor = make_dtensor(detached, spec);
-  // One counter for both: autograd then sees a write to either while the other is saved.
-  if (!detached.is_inference() && !dtensor.is_inference()) {
-    dtensor.unsafeGetTensorImpl()->set_version_counter(
-        detached.unsafeGetTensorImpl()->version_counter());
-  }
+  at::Tensor dtensor = make_dtensor(local.detach(), spec);
+  static_cast<DTensorImpl*>(dtensor.unsafeGetTensorImpl())->share_local_version();
   return dtensor;
 }
 

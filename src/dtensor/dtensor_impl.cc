@@ -23,6 +23,13 @@ DTensorImpl::DTensorImpl(at::Tensor local, SpecPtr spec)
   set_sizes_and_strides(spec_->sizes, spec_->strides);
 }
 
+void DTensorImpl::share_local_version() {
+  if (!local_.is_inference() && !is_inference()) {
+    set_version_counter(local_.unsafeGetTensorImpl()->version_counter());
+    shares_version_ = true;
+  }
+}
+
 c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
     const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const {
   auto impl = c10::make_intrusive<DTensorImpl>(local_, spec_);
@@ -46,6 +53,7 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& i
   copy_tensor_metadata(source, this, version_counter(), allow_tensor_metadata_change());
   local_ = source->local_;
   spec_ = source->spec_;
+  shares_version_ = false;
 }
 
 void DTensorImpl::release_resources() {

@@ -23,6 +23,19 @@ class DTensorImpl final : public c10::TensorImpl {
   const at::Tensor& local() const { return local_; }
   const SpecPtr& spec() const { return spec_; }
 
+  /// Makes the version counter that of the local part, so that a write to either shows in both.
+  void share_local_version();
+  /// Counts a write. `counted`: LibTorch has done so for this tensor, though not for the local
+  /// part.
+  void note_write(bool counted) {
+    if (!counted && !is_inference()) {
+      bump_version();
+    }
+    if (!shares_version_ && !local_.is_inference()) {
+      local_.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
       const c10::VariableVersion& version_counter,
       bool allow_tensor_metadata_change) const override;
@@ -37,6 +50,7 @@ class DTensorImpl final : public c10::TensorImpl {
  private:
   at::Tensor local_;
   SpecPtr spec_;
+  bool shares_version_ = false;
 };
 
 /// The tensor's DTensorImpl, or null when it is not a DTensor.

@@ -1,5 +1,6 @@
 #include "src/dtensor/rule.h"
 
+#include <algorithm>
 #include <limits>
 #include <unordered_map>
 
@@ -158,6 +159,15 @@ void check_written(const Call& call) {
                 call.schema().arguments()[operand.argument].name(), "' from DTensors: ", call.str(),
                 "; make it a DTensor, or use full_tensor or to_local of the others");
   }
+}
+
+std::vector<std::string> rule_names() {
+  std::vector<std::string> names;
+  for (const auto& item : rules()) {
+    names.push_back(item.first);
+  }
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 Choice choose(const Call& call, c10::ArrayRef<size_t> operands,

@@ -117,6 +117,8 @@ struct RegisterRule {
 };
 /// The rule of the op called `name` ("aten::add.Tensor"), or null.
 const Rule* find_rule(const std::string& name);
+/// The names of all ops that have one, sorted.
+std::vector<std::string> rule_names();
 
 /// One way to run an op along one mesh dim: how each operand and each result then lies.
 struct Strategy {

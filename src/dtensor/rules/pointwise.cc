@@ -357,6 +357,10 @@ const RegisterRule kSeveral(
     },
     pointwise());
 
+// The result is written to a DTensor that must have its sizes.
+const RegisterRule kOut({"add.out", "div.out", "maximum.out", "minimum.out", "mul.out", "sub.out"},
+                        pointwise());
+
 const RegisterRule kBackward({"elu_backward", "gelu_backward", "hardtanh_backward",
                               "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward",
                               "mish_backward", "sigmoid_backward", "silu_backward",

@@ -200,7 +200,6 @@ Rule extreme_rule(const Placement& partial, double none, bool of_none_fails) {
   return {[partial, none, of_none_fails](const Call& call) {
     Reduction reduction = reduction_of(call);
     reduction.partial = partial;
-    reduction.passes = {partial};
     bool splits_folded = false;
     Plan plan = reduce(call, reduction, &splits_folded);
     if (splits_folded && of_none_fails && locally_empty(*call.self().spec)) {
