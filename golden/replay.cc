@@ -1,0 +1,182 @@
+// Repeats a recorded training run and says how far it is from the recording. See --help.
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <filesystem>
+#include <functional>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backends/gloo/gloo.h"
+#include "golden/case.h"
+#include "golden/compare.h"
+#include "golden/processes.h"
+#include "golden/train.h"
+#include "sim/mesh/world.h"
+
+namespace ppfsdp::golden {
+namespace {
+
+constexpr int kEqual = 0, kDiffers = 1, kBadInput = 2;
+/// Steps whose time does not count: the first ones build what later ones reuse.
+constexpr size_t kWarmUp = 3;
+
+struct Arguments {
+  std::filesystem::path json;
+  std::string backend = "sim";
+  std::string order = "gloo_ring";
+  std::string schedule = "round_robin";
+  uint64_t seed = 0;
+  int64_t time = 0;
+  bool exact = false;
+};
+
+/// Paths are the user's: under `bazel run` relative to where the command was given.
+std::filesystem::path from_user(const std::filesystem::path& path) {
+  const char* directory = std::getenv("BUILD_WORKING_DIRECTORY");
+  return directory == nullptr ? path : std::filesystem::path(directory) / path;
+}
+
+/// Runs the case on the chosen backend. Nothing on a rank that is not to report.
+std::optional<Outputs> run(const Arguments& arguments, const Case& config, const Inputs& inputs,
+                           bool values, comm::Runtime* gloo) {
+  const comm::ReductionOrder order = comm::parse_reduction_order(arguments.order);
+  if (arguments.backend == "single") return train_single(config, inputs, order, values);
+  if (gloo != nullptr) {
+    Outputs outputs = train_sharded(config, inputs, *gloo, values);
+    if (gloo->rank() != 0) return std::nullopt;
+    return outputs;
+  }
+  std::optional<Outputs> result;
+  const sim::WorldOptions options{.seed = arguments.seed,
+                                  .schedule = arguments.schedule == "random"
+                                                  ? sim::Schedule::kRandom
+                                                  : sim::Schedule::kRoundRobin,
+                                  .order = order};
+  sim::run_world(static_cast<int>(config.world), options, [&](comm::Runtime& runtime) {
+    Outputs outputs = train_sharded(config, inputs, runtime, values);
+    if (runtime.rank() == 0) result = std::move(outputs);
+  });
+  return result;
+}
+
+/// JSON has no infinity.
+nlohmann::ordered_json number(double value) {
+  if (std::isfinite(value)) return value;
+  return "Infinity";
+}
+
+int replay(const Arguments& arguments) {
+  const std::filesystem::path json = from_user(arguments.json);
+  const Case config = read_case(json);
+  const bool recorded = arguments.time == 0 || std::filesystem::exists(tensors_beside(json));
+  Recording recording;
+  if (recorded) recording = read_recording(json);
+
+  if (arguments.backend == "gloo") {
+    TORCH_CHECK(arguments.order == "gloo_ring", "--order ", arguments.order,
+                ": Gloo folds as gloo_ring; choose the order with --backend sim or single");
+  }
+  std::unique_ptr<comm::Runtime> gloo;
+  if (arguments.backend == "gloo") {
+    gloo = gloo::make_runtime(gloo::GlooOptions::from_environment());
+  }
+
+  nlohmann::ordered_json line = {
+      {"case", json.stem().string()}, {"backend", arguments.backend}, {"world", config.world}};
+  int code = kEqual;
+  if (recorded) {
+    const std::optional<Outputs> outputs =
+        run(arguments, config, recording.inputs, /*values=*/true, gloo.get());
+    if (outputs) {
+      const Difference difference = compare(*outputs, recording.outputs);
+      line["bitwise"] = difference.bitwise;
+      line["max_loss_rel"] = number(difference.loss_rel);
+      line["max_grad_norm_rel"] = number(difference.grad_norm_rel);
+      line["max_grad_abs"] = number(difference.grad_abs);
+      line["max_param_abs"] = number(difference.param_abs);
+      if (!difference.bitwise) {
+        fmt::print(stderr, "{}: first difference: {}\n", json.stem().string(), difference.first);
+      }
+      const bool right =
+          arguments.exact ? difference.bitwise : within(difference, tolerance(config, difference));
+      if (!right) code = kDiffers;
+    }
+  }
+  if (arguments.time > 0) {
+    const Inputs inputs = make_inputs(config, arguments.time);
+    std::optional<Outputs> outputs = run(arguments, config, inputs, /*values=*/false, gloo.get());
+    if (outputs) {
+      std::vector<double>& ms = outputs->step_ms;
+      ms.erase(ms.begin(), ms.begin() + kWarmUp);
+      std::ranges::sort(ms);
+      line["median_ms"] = ms[ms.size() / 2];
+      line["min_ms"] = ms.front();
+    }
+  }
+  if (gloo == nullptr || gloo->rank() == 0) fmt::print("{}\n", line.dump());
+  return code;
+}
+
+int main(int argc, char** argv) {
+  Arguments arguments;
+  CLI::App app(
+      "Repeats a recorded training run (F.json beside F.safetensors) from the same initial values "
+      "on "
+      "the same tokens and prints one line of JSON: how far losses, gradient norms, gradients and "
+      "final parameters are from the recording.\n"
+      "Exit code 0: equal within the tolerance for another order of additions; 1: not; 2: bad "
+      "input.");
+  app.add_option("--case", arguments.json, "F.json")->required();
+  app.add_option("--backend", arguments.backend,
+                 "sim: every rank in this process; gloo: one process a rank, started from here; "
+                 "single: a plain model, each rank's microbatch in turn")
+      ->check(CLI::IsMember({"sim", "gloo", "single"}))
+      ->capture_default_str();
+  app.add_option("--order", arguments.order, "in which the ranks' values are added")
+      ->check(CLI::IsMember({"gloo_ring", "rank_order", "nccl_ring", "tree"}))
+      ->capture_default_str();
+  app.add_option("--schedule", arguments.schedule, "of the simulated mesh")
+      ->check(CLI::IsMember({"round_robin", "random"}))
+      ->capture_default_str();
+  app.add_option("--seed", arguments.seed, "of the random schedule")->capture_default_str();
+  app.add_option("--time", arguments.time,
+                 fmt::format("also time this many steps (more than {}, which do not count); F.json "
+                             "alone is enough",
+                             kWarmUp));
+  app.add_flag("--exact", arguments.exact, "exit code 1 unless every bit is equal");
+  try {
+    app.parse(argc, argv);
+    TORCH_CHECK(arguments.time == 0 || arguments.time > static_cast<int64_t>(kWarmUp), "--time ",
+                arguments.time, ": must be more than ", kWarmUp);
+    // One intra-op thread: the split of a sum over threads would change its bits.
+    at::set_num_threads(1);
+    if (arguments.backend == "gloo" && !launched()) {
+      const Case config = read_case(from_user(arguments.json));
+      return run_processes(static_cast<int>(config.world), {argv + 1, argv + argc});
+    }
+    return replay(arguments);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kEqual : kBadInput;
+  } catch (const c10::Error& error) {
+    fmt::print(stderr, "replay: {}\n", error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "replay: {}\n", error.what());
+  }
+  return kBadInput;
+}
+
+}  // namespace
+}  // namespace ppfsdp::golden
+
+int main(int argc, char** argv) { return ppfsdp::golden::main(argc, argv); }
