@@ -203,7 +203,7 @@ void Operation::make_groups() {
     std::vector<int> ranks;
     ranks.reserve(members.size());
     for (const int member : members) ranks.push_back(group_->ranks[member]);
-    participant.new_group = std::make_shared<Group>(participant.request.name, std::move(ranks));
+    participant.new_group = world_.add_group(participant.request.name, std::move(ranks));
   }
 }
 

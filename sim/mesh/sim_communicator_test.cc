@@ -35,7 +35,7 @@ constexpr ReductionOrder kOrders[] = {ReductionOrder::kRankOrder, ReductionOrder
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() == b.numel() && a.scalar_type() == b.scalar_type() &&
-         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+         (a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
 std::vector<at::Tensor> inputs_of(int n, int64_t numel, at::ScalarType dtype) {

@@ -101,7 +101,6 @@ void run_world(int n, const WorldOptions& options,
         fn(runtime);
       },
       options.stack_bytes);
-  // Queued work refers to the world, which would keep itself alive.
   world->clear();
   if (scheduler.error() == nullptr) return;
   if (scheduler.failed_rank() < 0) std::rethrow_exception(scheduler.error());

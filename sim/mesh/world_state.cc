@@ -25,11 +25,17 @@ World::World(int n, const WorldOptions& options)
     : options_(options),
       ranks_(n),
       scheduler_(n, make_policy(options.schedule, options.seed, n), *this),
-      world_group_(std::make_shared<Group>("world", all_ranks(n))) {
+      world_group_(add_group("world", all_ranks(n))) {
   for (int rank = 0; rank < n; ++rank) ranks_[rank].compute = &add_stream(rank, "compute", true);
 }
 
 World::~World() = default;
+
+GroupPtr World::add_group(std::string name, std::vector<int> ranks) {
+  auto group = std::make_shared<Group>(std::move(name), std::move(ranks));
+  groups_.push_back(group);
+  return group;
+}
 
 StreamQueue& World::add_stream(int rank, const std::string& name, bool is_compute) {
   return *streams_.emplace_back(std::make_unique<StreamQueue>(*this, rank, name, is_compute));
@@ -142,6 +148,12 @@ std::exception_ptr World::stuck() {
 
 void World::clear() {
   for (const auto& stream : streams_) stream->clear();
+  for (const std::weak_ptr<Group>& entry : groups_) {
+    if (const GroupPtr group = entry.lock()) {
+      group->collectives.clear();
+      group->channels.clear();
+    }
+  }
   for (RankState& rank : ranks_) rank = RankState{.compute = rank.compute};
 }
 

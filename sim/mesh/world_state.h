@@ -23,6 +23,8 @@ class World : public Scheduler::Client {
   const WorldOptions& options() const { return options_; }
   Scheduler& scheduler() { return scheduler_; }
   const GroupPtr& world_group() const { return world_group_; }
+  /// A group of the world whose operations `clear` drops.
+  GroupPtr add_group(std::string name, std::vector<int> ranks);
 
   StreamQueue& add_stream(int rank, const std::string& name, bool is_compute);
   StreamQueue& compute_queue(int rank) { return *ranks_[rank].compute; }
@@ -48,7 +50,8 @@ class World : public Scheduler::Client {
   void before_resume(int rank) override { poison_in_flight(rank); }
   std::exception_ptr stuck() override;
 
-  /// Drops all queued work.
+  /// Drops all work that is left. (Queues, operations and groups refer to one another and to the
+  /// world, and would keep each other alive.)
   void clear();
 
  private:
@@ -70,6 +73,7 @@ class World : public Scheduler::Client {
   std::vector<RankState> ranks_;
   Scheduler scheduler_;
   std::deque<std::unique_ptr<StreamQueue>> streams_;
+  std::vector<std::weak_ptr<Group>> groups_;
   GroupPtr world_group_;
 };
 

@@ -58,7 +58,7 @@ class SingleCommunicator : public Communicator {
       // Null on meta; equal in place.
       void* to = output.mutable_data_ptr();
       const void* from = input.const_data_ptr();
-      if (to != from) std::memcpy(to, from, input.nbytes());
+      if (to != from && input.numel() != 0) std::memcpy(to, from, input.nbytes());
     });
   }
 
