@@ -170,6 +170,30 @@ TEST(Autograd, writes_through_the_dtensor_count_in_the_local_parts_version) {
   });
 }
 
+// A whole tensor times a partial sum is a partial sum, which the whole one cannot hold.
+TEST(Autograd, in_place_ops_never_change_what_the_placements_mean) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor partial = from_local(at::ones({3}), mesh, {kP});  // 2 in all
+    const at::Tensor whole = distribute_tensor(at::full({3}, 5.0F), mesh, {kR});
+    whole.mul_(partial);
+    EXPECT_EQ(spec_of(whole)->placements, Placements{kR});
+    EXPECT_EQ(difference(full_tensor(whole), at::full({3}, 10.0F)), "");
+    // Not linear: the partial is reduced, written, and is a partial again, in the same memory.
+    const at::Tensor local = local_of(partial);
+    partial.add_(1);
+    EXPECT_EQ(spec_of(partial)->placements, Placements{kP});
+    EXPECT_TRUE(local_of(partial).is_same(local));
+    EXPECT_EQ(difference(full_tensor(partial), at::full({3}, 3.0F)), "");
+    // A plain tensor cannot take a DTensor's value in place, nor a smaller one a larger's.
+    EXPECT_ANY_THROW(at::ones({3}).mul_(whole));
+    EXPECT_ANY_THROW(whole.mul_(distribute_tensor(at::ones({2, 3}), mesh, {S(0)})));
+    // (4, 6) and (3, 6) can fit on a rank, but not as wholes.
+    EXPECT_ANY_THROW(distribute_tensor(at::ones({4, 6}), mesh, {S(0)}) +
+                     distribute_tensor(at::ones({3, 6}), mesh, {S(0)}));
+    EXPECT_ANY_THROW(at::ones({4}).resize_({3}).copy_(whole));
+  });
+}
+
 // A gradient assigned by hand may lie elsewhere, or be plain.
 TEST(Autograd, align_gradient) {
   on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {

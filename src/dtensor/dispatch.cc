@@ -210,11 +210,10 @@ class OpState {
     const mesh::DeviceMeshPtr& mesh = impl_of(**first)->spec()->mesh;
     for (size_t k = 0; k < operands.size(); ++k) {
       const at::Tensor& tensor = *tensors[k];
-      operands[k].spec =
-          operands[k].plain
-              ? make_spec(mesh, Placements(mesh->ndim()), tensor.sizes(),
-                          dense_strides(tensor.sizes(), tensor.strides()), tensor.scalar_type())
-              : impl_of(tensor)->spec();
+      operands[k].spec = operands[k].plain
+                             ? make_spec(mesh, Placements(mesh->ndim()), tensor.sizes(),
+                                         tensor.strides(), tensor.scalar_type())
+                             : impl_of(tensor)->spec();
     }
     const Call call(op_, c10::ArrayRef<c10::IValue>(stack).slice(base), std::move(operands));
     TORCH_CHECK_NOT_IMPLEMENTED(rule_ != nullptr, "DTensor: no sharding rule for ", call.str(),
@@ -392,7 +391,7 @@ class OpState {
     SpecPtr spec = frame.entry.results[result].lock();
     if (spec == nullptr || spec->dtype != local.scalar_type()) {
       spec = make_spec(spec_of_operand(frame, planned.mesh_operand)->mesh, planned.placements,
-                       planned.sizes, dense_strides(planned.sizes, local.strides()),
+                       planned.sizes, global_strides(planned.sizes, local.sizes(), local.strides()),
                        local.scalar_type());
       frame.entry.results[result] = spec;
     }

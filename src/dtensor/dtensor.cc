@@ -81,8 +81,9 @@ at::Tensor redistributed(const at::Tensor& dtensor, const Placements& placements
   if (moved.is_alias_of(local)) {
     moved = moved.clone(at::MemoryFormat::Contiguous);
   }
-  return make_dtensor(moved, make_spec(spec->mesh, placements, spec->sizes,
-                                       dense_strides(spec->sizes, moved.strides()), spec->dtype));
+  return make_dtensor(
+      moved, make_spec(spec->mesh, placements, spec->sizes,
+                       global_strides(spec->sizes, moved.sizes(), moved.strides()), spec->dtype));
 }
 
 struct FromLocal : torch::autograd::Function<FromLocal> {
@@ -189,7 +190,8 @@ at::Tensor from_local(const at::Tensor& local, const mesh::DeviceMeshPtr& mesh,
               " the rank at ", c10::IntArrayRef(mesh->coordinates()), " holds ",
               c10::IntArrayRef(expected), ", got a local part of sizes ", local.sizes());
   const SpecPtr spec =
-      make_spec(mesh, checked, sizes, dense_strides(sizes, local.strides()), local.scalar_type());
+      make_spec(mesh, checked, sizes, global_strides(sizes, local.sizes(), local.strides()),
+                local.scalar_type());
   return records(local) ? FromLocal::apply(local, spec) : wrap(local, spec);
 }
 

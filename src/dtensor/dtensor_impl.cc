@@ -21,6 +21,8 @@ DTensorImpl::DTensorImpl(at::Tensor local, SpecPtr spec)
       local_(std::move(local)),
       spec_(std::move(spec)) {
   set_sizes_and_strides(spec_->sizes, spec_->strides);
+  // There is none; LibTorch's serialiser would take a null storage for one and crash.
+  set_storage_access_should_throw();
 }
 
 void DTensorImpl::share_local_version() {

@@ -87,23 +87,28 @@ std::vector<int64_t> coordinates_of(const std::vector<int64_t>& mesh_shape, int6
   return coordinates;
 }
 
-std::vector<int64_t> dense_strides(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> strides) {
+std::vector<int64_t> global_strides(c10::ArrayRef<int64_t> sizes,
+                                    c10::ArrayRef<int64_t> local_sizes,
+                                    c10::ArrayRef<int64_t> local_strides) {
   std::vector<int64_t> order(sizes.size());
   std::iota(order.begin(), order.end(), int64_t{0});
   std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
-  std::vector<int64_t> dense(sizes.size());
-  int64_t next = 1;
+                   [&](int64_t a, int64_t b) { return local_strides[a] > local_strides[b]; });
+  std::vector<int64_t> strides(sizes.size());
+  int64_t dense = 1;        // the next dim's stride if it leaves no gap
+  int64_t local_dense = 1;  // the same in the part
   for (size_t k = order.size(); k-- > 0;) {
     const int64_t dim = order[k];
-    if (strides[dim] == 0 && sizes[dim] > 1) {
-      dense[dim] = 0;
+    if (local_strides[dim] == 0 && sizes[dim] > 1) {
+      strides[dim] = 0;
       continue;
     }
-    dense[dim] = next;
-    next *= std::max<int64_t>(sizes[dim], 1);
+    const int64_t gap = std::max<int64_t>(1, (local_strides[dim] + local_dense - 1) / local_dense);
+    strides[dim] = dense * gap;
+    dense = strides[dim] * std::max<int64_t>(sizes[dim], 1);
+    local_dense = local_dense * gap * std::max<int64_t>(local_sizes[dim], 1);
   }
-  return dense;
+  return strides;
 }
 
 }  // namespace ppfsdp::dtensor

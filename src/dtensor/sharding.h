@@ -43,8 +43,11 @@ std::vector<int64_t> local_sizes(c10::ArrayRef<int64_t> global_sizes, const mesh
 /// The coordinates of the mesh's `index`-th rank, row-major.
 std::vector<int64_t> coordinates_of(const std::vector<int64_t>& mesh_shape, int64_t index);
 
-/// The strides that a dense tensor of `sizes` has when its dims lie in memory in the order in which
-/// `strides` has them. A stride of 0 (an expanded dim) stays 0.
-std::vector<int64_t> dense_strides(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> strides);
+/// The strides of a tensor of `sizes` of which this is a part: its dims lie in memory in the part's
+/// order and with the same gaps, as factors, between them; a stride of 0 (an expanded dim) stays 0.
+/// So the whole is contiguous, or can be viewed, where the part is and can.
+std::vector<int64_t> global_strides(c10::ArrayRef<int64_t> sizes,
+                                    c10::ArrayRef<int64_t> local_sizes,
+                                    c10::ArrayRef<int64_t> local_strides);
 
 }  // namespace ppfsdp::dtensor

@@ -48,10 +48,10 @@ Plan fresh_of_size(const Call& call) {
       local_sizes(sizes, mesh, plan.results.front().placements, mesh.coordinates());
   const size_t size = *call.find("size");
   const std::optional<size_t> stride = call.find("stride");
-  plan.local = [local, size, stride](const LocalCall& call) {
+  plan.local = [sizes, local, size, stride](const LocalCall& call) {
     call.arg(size) = local;
     if (stride) {
-      call.arg(*stride) = dense_strides(local, call.arg(*stride).toIntVector());
+      call.arg(*stride) = global_strides(local, sizes, call.arg(*stride).toIntVector());
     }
     call.call();
   };

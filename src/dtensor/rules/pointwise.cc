@@ -103,6 +103,16 @@ std::vector<Strategy> pointwise_strategies(const Call& call, c10::ArrayRef<size_
     strategies.push_back(std::move(strategy));
   }
   add_partial_strategies(now, linear, strategies);
+  // What is written in place has to lie as the result does: a whole tensor times a partial sum is a
+  // partial sum, which a whole tensor cannot hold.
+  std::erase_if(strategies, [&](const Strategy& strategy) {
+    for (size_t k = 0; k < operands.size(); ++k) {
+      if (call.operands()[operands[k]].written && strategy.inputs[k] != strategy.results.front()) {
+        return true;
+      }
+    }
+    return false;
+  });
   strategies.push_back(
       {Placements(operands.size(), Placement::replicate()), {Placement::replicate()}});
   return strategies;

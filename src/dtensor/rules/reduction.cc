@@ -64,12 +64,17 @@ std::vector<Strategy> reduction_strategies(const Call& call, const Reduction& re
   return strategies;
 }
 
-/// This rank's part is empty though the tensor is not.
-bool locally_empty(const Spec& spec) {
-  const auto zeros = [](const std::vector<int64_t>& sizes) {
-    return std::count(sizes.begin(), sizes.end(), 0);
-  };
-  return zeros(spec.local_sizes) > 0 && zeros(spec.sizes) == 0;
+/// The fold is one of some elements, but of none on this rank. (A fold of none at all is an error,
+/// or not, on every rank alike.)
+bool folds_none_here(const Spec& spec, const Reduction& reduction) {
+  bool none_here = false;
+  for (int64_t dim = 0; dim < spec.ndim(); ++dim) {
+    if (folds(reduction, dim) && spec.sizes[dim] == 0) {
+      return false;
+    }
+    none_here = none_here || (spec.local_sizes[dim] == 0 && spec.sizes[dim] > 0);
+  }
+  return none_here;
 }
 
 /// The argument "dtype", where the op has one and it is given.
@@ -202,7 +207,7 @@ Rule extreme_rule(const Placement& partial, double none, bool of_none_fails) {
     reduction.partial = partial;
     bool splits_folded = false;
     Plan plan = reduce(call, reduction, &splits_folded);
-    if (splits_folded && of_none_fails && locally_empty(*call.self().spec)) {
+    if (splits_folded && of_none_fails && folds_none_here(*call.self().spec, reduction)) {
       const Result& result = plan.results.front();
       plan.local = filled(
           local_sizes(result.sizes, *call.mesh(), result.placements, call.mesh()->coordinates()),
@@ -229,7 +234,8 @@ Rule norm_rule(const char* order_argument) {
     reduction.partial = norm_partial(p);
     bool splits_folded = false;
     Plan plan = reduce(call, reduction, &splits_folded);
-    if (splits_folded && (std::isinf(p) || p < 0) && locally_empty(*call.self().spec)) {
+    if (splits_folded && (std::isinf(p) || p < 0) &&
+        folds_none_here(*call.self().spec, reduction)) {
       const Result& result = plan.results.front();
       plan.local = filled(
           local_sizes(result.sizes, *call.mesh(), result.placements, call.mesh()->coordinates()),

@@ -1,0 +1,154 @@
+// What LibTorch itself does with a DTensor: each test holds a fact that the design stands on, and
+// that another version of LibTorch could change.
+#include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/autocast_mode.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/serialize.h>
+
+#include <sstream>
+#include <thread>
+
+#include "src/comm/single_runtime.h"
+#include "src/dtensor/dtensor.h"
+#include "src/dtensor/testing.h"
+
+namespace ppfsdp::dtensor {
+namespace {
+
+using testing::difference;
+using testing::integers;
+using testing::kR;
+using testing::on_mesh;
+using testing::S;
+
+at::Tensor sharded_leaf(const mesh::DeviceMeshPtr& mesh) {
+  return distribute_tensor(integers({5, 3}, 1), mesh, {S(0)}).requires_grad_();
+}
+
+// Gradient formulas take their out-of-place forms for tensors that are like subclasses; otherwise
+// they fill plain buffers in place.
+TEST(LibTorch, takes_a_dtensor_for_a_tensor_subclass_on_its_real_device) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor x = sharded_leaf(mesh);
+    EXPECT_TRUE(at::isTensorSubclassLike(x));
+    EXPECT_EQ(x.device(), at::Device(at::kCPU));
+    EXPECT_EQ(x.options().device(), at::Device(at::kCPU));
+  });
+}
+
+// One shard written under global sizes would be a checkpoint that nobody can tell from a right one.
+TEST(LibTorch, refuses_to_serialise_or_print) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor x = sharded_leaf(mesh).detach();
+    std::ostringstream stream;
+    EXPECT_ANY_THROW(torch::save(x, stream));
+    EXPECT_ANY_THROW(stream << x);
+  });
+}
+
+TEST(LibTorch, in_place_ops_return_the_tensor_itself) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor x = sharded_leaf(mesh).detach();
+    EXPECT_TRUE(x.mul_(2).is_same(x));
+    EXPECT_TRUE(x.copy_(integers({5, 3}, 1)).is_same(x));
+    const auto [values, indices] = x.max(1);
+    EXPECT_EQ(difference(full_tensor(values), std::get<0>(integers({5, 3}, 1).max(1))), "");
+    EXPECT_EQ(difference(full_tensor(indices), std::get<1>(integers({5, 3}, 1).max(1))), "");
+  });
+}
+
+TEST(LibTorch, autocast_casts_dtensors) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor x = sharded_leaf(mesh);
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    const at::Tensor product = x.mm(distribute_tensor(integers({3, 2}, 2), mesh, {kR}));
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    EXPECT_EQ(product.scalar_type(), at::kBFloat16);
+    product.sum().backward();
+    EXPECT_EQ(x.grad().scalar_type(), at::kFloat);
+  });
+}
+
+struct Doubled : torch::autograd::Function<Doubled> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
+    context->save_for_backward({x});
+    return x * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    EXPECT_TRUE(is_dtensor(context->get_saved_variables()[0]));
+    return {gradients[0] * 2};
+  }
+};
+
+TEST(LibTorch, custom_functions_and_final_callbacks) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor x = sharded_leaf(mesh);
+    int callbacks = 0;
+    const std::thread::id rank_thread = std::this_thread::get_id();
+    x.register_hook([&](const at::Tensor&) {
+      torch::autograd::Engine::get_default_engine().queue_callback([&] {
+        ++callbacks;
+        EXPECT_EQ(std::this_thread::get_id(), rank_thread);
+      });
+    });
+    Doubled::apply(x).sum().backward();
+    EXPECT_EQ(callbacks, 1);
+    EXPECT_EQ(difference(full_tensor(x.grad()), at::full({5, 3}, 2.0F)), "");
+  });
+}
+
+// Caches are the thread's own; the engine of a GPU runs backward on other threads than forward.
+TEST(LibTorch, ops_and_backward_on_several_threads_at_once) {
+  const auto runtime = comm::make_single_runtime();
+  const auto mesh = mesh::DeviceMesh::create(*runtime, {1});
+  std::vector<std::thread> threads;
+  std::vector<at::Tensor> gradients(4);
+  for (at::Tensor& gradient : gradients) {
+    threads.emplace_back([&gradient, &mesh] {
+      for (int i = 0; i < 50; ++i) {
+        const at::Tensor x = sharded_leaf(mesh);
+        ((x * x).sum(0) * 3).sum().backward();
+        gradient = x.grad();
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  for (const at::Tensor& gradient : gradients) {
+    EXPECT_EQ(difference(full_tensor(gradient), integers({5, 3}, 1) * 6), "");
+  }
+}
+
+// Two users of one leaf: the engine cannot steal the gradient, so it copies and then adds.
+TEST(LibTorch, accumulates_a_gradient_that_is_still_in_use) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor x = sharded_leaf(mesh);
+    const at::Tensor seed = distribute_tensor(at::ones({5, 3}), mesh, {S(0)});
+    (x + 0).backward(seed);
+    x.add(0).backward(seed);
+    EXPECT_EQ(difference(full_tensor(x.grad()), at::full({5, 3}, 2.0F)), "");
+    EXPECT_EQ(difference(full_tensor(seed), at::ones({5, 3})), "");
+    EXPECT_EQ(spec_of(x.grad())->placements, Placements{S(0)});
+  });
+}
+
+// A mesh that a cache kept alive would hold its communicators past the end of their runtime.
+TEST(LibTorch, caches_do_not_keep_a_mesh_alive) {
+  const auto runtime = comm::make_single_runtime();
+  std::weak_ptr<const mesh::DeviceMesh> watched;
+  {
+    const auto mesh = mesh::DeviceMesh::create(*runtime, {1});
+    watched = mesh;
+    const at::Tensor x = sharded_leaf(mesh);
+    (x * x + 1).sum().backward();
+  }
+  EXPECT_TRUE(watched.expired());
+}
+
+}  // namespace
+}  // namespace ppfsdp::dtensor
