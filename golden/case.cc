@@ -23,6 +23,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+constexpr const char* kKernels = "kernels";
+
 constexpr std::pair<const char*, at::ScalarType> kDtypes[] = {{"bfloat16", at::kBFloat16},
                                                               {"float16", at::kHalf},
                                                               {"float32", at::kFloat},
@@ -303,6 +305,8 @@ Recording read_recording(const std::filesystem::path& json) {
   recording.outputs.steps = parse_steps(document, recording.config, json);
   const Case& config = recording.config;
   const checkpoint::SafetensorsFile file(tensors_beside(json));
+  const auto kernels = file.metadata().find(kKernels);
+  if (kernels != file.metadata().end()) recording.kernels = kernels->second;
   for (int64_t step = 0; step < config.steps; ++step) {
     recording.inputs.tokens.push_back(take_tokens(file, fmt::format("tokens/{}", step), config));
     recording.inputs.labels.push_back(take_tokens(file, fmt::format("labels/{}", step), config));
@@ -350,7 +354,7 @@ void write_recording(const Recording& recording, const std::filesystem::path& js
   for (const auto& [name, value] : recording.outputs.final) {
     tensors.emplace_back("final/" + name, value);
   }
-  checkpoint::save_safetensors(tensors_beside(json), tensors);
+  checkpoint::save_safetensors(tensors_beside(json), tensors, {{kKernels, recording.kernels}});
   std::ofstream out(json, std::ios::trunc);
   out << document.dump(1) << "\n";
   out.close();

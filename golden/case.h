@@ -71,7 +71,8 @@ struct Outputs {
 
 /// A case file with its tensors.
 struct Recording {
-  std::string name;  ///< the file's stem
+  std::string name;     ///< the file's stem
+  std::string kernels;  ///< kernel_fingerprint() where it was recorded; empty if unknown
   Case config;
   Inputs inputs;
   Outputs outputs;

@@ -68,9 +68,9 @@ const at::Tensor& find(const TensorMap& map, const std::string& name, const char
 double unit_roundoff(at::ScalarType dtype) {
   switch (dtype) {
     case at::kBFloat16:
-      return 0x1p-9;
+      return 0x1p-8;
     case at::kHalf:
-      return 0x1p-12;
+      return 0x1p-11;
     default:
       return 0x1p-24;
   }
@@ -104,12 +104,14 @@ Difference compare(const Outputs& run, const Outputs& recorded) {
     }
     const auto grads = recorded.grads.find(static_cast<int64_t>(step));
     if (grads == recorded.grads.end()) continue;
+    const auto run_grads = run.grads.find(static_cast<int64_t>(step));
+    TORCH_CHECK(run_grads != run.grads.end(), "the run has no gradients of step ", step);
     for (const auto& [name, grad] : grads->second) {
       if (grad.numel() == 0) continue;
       result.grad_scale = std::max(result.grad_scale, grad.abs().max().item<double>());
       const at::Tensor difference =
           comparison.tensor(fmt::format("step {}: gradient of '{}'", step, name),
-                            find(run.grads.at(static_cast<int64_t>(step)), name, "gradient"), grad);
+                            find(run_grads->second, name, "gradient"), grad);
       if (difference.defined()) {
         result.grad_abs = std::max(result.grad_abs, difference.max().item<double>());
       }
@@ -130,15 +132,24 @@ Difference compare(const Outputs& run, const Outputs& recorded) {
   return result;
 }
 
+namespace {
+
+/// The relative difference e of the gradients.
+double gradient_error(const Case& config) {
+  const at::ScalarType compute = config.param_dtype.value_or(at::kFloat);
+  const double u = unit_roundoff(at::kFloat), v = unit_roundoff(compute);
+  const double r = unit_roundoff(config.reduce_dtype.value_or(compute));
+  const auto n = static_cast<double>(
+      std::max({config.vocab, config.dim, config.hidden, config.batch * config.seq}));
+  const auto d = static_cast<double>(2 * (9 * config.layers + 2));
+  const double products = v > u ? 2 * std::sqrt(d * std::sqrt(n) * u * v) : std::sqrt(d * n) * u;
+  return 4 * (products + std::sqrt(static_cast<double>(config.world)) * r);
+}
+
+}  // namespace
+
 Tolerance tolerance(const Case& config, const Difference& difference) {
-  const double u = std::max(
-      unit_roundoff(config.param_dtype.value_or(at::kFloat)),
-      unit_roundoff(config.reduce_dtype.value_or(config.param_dtype.value_or(at::kFloat))));
-  const auto terms =
-      static_cast<double>(std::max({config.vocab, config.dim, config.hidden,
-                                    config.world * config.accumulate * config.batch * config.seq}));
-  const auto depth = static_cast<double>(2 * (9 * config.layers + 2));
-  const double e = 4 * std::sqrt(depth * terms) * u;
+  const double e = gradient_error(config);
   const auto steps = static_cast<double>(config.steps);
   const double grad_abs = 8 * e * steps * difference.grad_scale;
   Tolerance result{.loss_rel = 8 * e * steps,

@@ -23,16 +23,21 @@ struct Difference {
 /// that the other has.
 Difference compare(const Outputs& run, const Outputs& recorded);
 
-/// What a run may differ that does the same operations and adds in other orders (another machine's
-/// kernels, another fold).
+/// How far two runs may be from each other that do the same operations and add in other orders
+/// (another machine's kernels, another fold).
 ///
-/// With u the unit roundoff of the coarsest dtype in use, n the terms of the longest sum (of the
-/// dims of products, the tokens of a batch and the ranks) and d the depth of the chain of sums (9 a
-/// block, forward and backward), rounding errors that are independent and without bias leave a
-/// gradient with the relative error e = 4 sqrt(d n) u; 4 standard deviations. A step of AdamW is
-/// normalised: elements within e of zero (a share of about e) may turn round and move by 2 lr,
-/// others x above it move by about lr e / x, so an update differs by lr sqrt(8 e) in root mean
-/// square, and by 2 lr at most. The loss is stationary to first order in those elements, so it
+/// Let u be the unit roundoff of float32, n the terms of the longest sum in a product, d the depth
+/// of the chain of products (9 a block, forward and backward). Errors that are independent and
+/// without bias add up as a random walk, so in float32 the gradients of two such runs differ by
+/// sqrt(d n) u, relative to their size. In a 16-bit dtype of roundoff v, products still add in
+/// float32 and round once: results differ only where the rounding falls to the other side, a share
+/// sqrt(n) u / v of them, by 2 v, which is 2 sqrt(d sqrt(n) u v) in root mean square. A fold of w
+/// ranks in a dtype of roundoff r adds sqrt(w) r. Let e be 4 times the sum, four standard
+/// deviations.
+///
+/// A step of AdamW is normalised: elements within e of zero (a share of about e) may turn round and
+/// move by 2 lr, others x above it by about lr e / x, so an update differs by lr sqrt(8 e) in root
+/// mean square, and by 2 lr at most. The loss is stationary to first order in those elements, so it
 /// moves by a share of 8 e of what a step does. SGD's parameters differ by lr / (1 - momentum)
 /// times the gradient's error. All add up over the steps.
 struct Tolerance {

@@ -10,8 +10,7 @@
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
-#include <functional>
-#include <iostream>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -20,9 +19,9 @@
 #include "backends/gloo/gloo.h"
 #include "golden/case.h"
 #include "golden/compare.h"
-#include "golden/processes.h"
 #include "golden/train.h"
 #include "sim/mesh/world.h"
+#include "src/cli/launch.h"
 
 namespace ppfsdp::golden {
 namespace {
@@ -76,41 +75,43 @@ nlohmann::ordered_json number(double value) {
   return "Infinity";
 }
 
-int replay(const Arguments& arguments) {
-  const std::filesystem::path json = from_user(arguments.json);
-  const Case config = read_case(json);
-  const bool recorded = arguments.time == 0 || std::filesystem::exists(tensors_beside(json));
-  Recording recording;
-  if (recorded) recording = read_recording(json);
+/// Says what is wrong, as the launcher looks for it.
+int fail(int code, const std::string& what) {
+  fmt::print(stderr, "ppfsdp: error: {}\n", what);
+  return code;
+}
 
-  if (arguments.backend == "gloo") {
-    TORCH_CHECK(arguments.order == "gloo_ring", "--order ", arguments.order,
-                ": Gloo folds as gloo_ring; choose the order with --backend sim or single");
+/// The recording, or the case alone when it is only to be timed.
+Recording read(const Arguments& arguments) {
+  const std::filesystem::path json = from_user(arguments.json);
+  if (arguments.time == 0 || std::filesystem::exists(tensors_beside(json))) {
+    return read_recording(json);
   }
+  Recording alone;
+  alone.name = json.stem().string();
+  alone.config = read_case(json);
+  return alone;
+}
+
+int replay(const Arguments& arguments, const Recording& recording) {
+  const Case& config = recording.config;
   std::unique_ptr<comm::Runtime> gloo;
   if (arguments.backend == "gloo") {
     gloo = gloo::make_runtime(gloo::GlooOptions::from_environment());
   }
-
   nlohmann::ordered_json line = {
-      {"case", json.stem().string()}, {"backend", arguments.backend}, {"world", config.world}};
-  int code = kEqual;
-  if (recorded) {
+      {"case", recording.name}, {"backend", arguments.backend}, {"world", config.world}};
+  std::optional<Difference> difference;
+  if (!recording.outputs.steps.empty()) {
     const std::optional<Outputs> outputs =
         run(arguments, config, recording.inputs, /*values=*/true, gloo.get());
     if (outputs) {
-      const Difference difference = compare(*outputs, recording.outputs);
-      line["bitwise"] = difference.bitwise;
-      line["max_loss_rel"] = number(difference.loss_rel);
-      line["max_grad_norm_rel"] = number(difference.grad_norm_rel);
-      line["max_grad_abs"] = number(difference.grad_abs);
-      line["max_param_abs"] = number(difference.param_abs);
-      if (!difference.bitwise) {
-        fmt::print(stderr, "{}: first difference: {}\n", json.stem().string(), difference.first);
-      }
-      const bool right =
-          arguments.exact ? difference.bitwise : within(difference, tolerance(config, difference));
-      if (!right) code = kDiffers;
+      difference = compare(*outputs, recording.outputs);
+      line["bitwise"] = difference->bitwise;
+      line["max_loss_rel"] = number(difference->loss_rel);
+      line["max_grad_norm_rel"] = number(difference->grad_norm_rel);
+      line["max_grad_abs"] = number(difference->grad_abs);
+      line["max_param_abs"] = number(difference->param_abs);
     }
   }
   if (arguments.time > 0) {
@@ -125,17 +126,23 @@ int replay(const Arguments& arguments) {
     }
   }
   if (gloo == nullptr || gloo->rank() == 0) fmt::print("{}\n", line.dump());
-  return code;
+  if (!difference || difference->bitwise) return kEqual;
+  const std::string what =
+      fmt::format("{}: first difference: {}", recording.name, difference->first);
+  if (arguments.exact || !within(*difference, tolerance(config, *difference))) {
+    return fail(kDiffers, what);
+  }
+  fmt::print(stderr, "{} (within tolerance)\n", what);
+  return kEqual;
 }
 
-int main(int argc, char** argv) {
+int run_tool(int argc, char** argv) {
   Arguments arguments;
   CLI::App app(
-      "Repeats a recorded training run (F.json beside F.safetensors) from the same initial values "
-      "on "
-      "the same tokens and prints one line of JSON: how far losses, gradient norms, gradients and "
-      "final parameters are from the recording.\n"
-      "Exit code 0: equal within the tolerance for another order of additions; 1: not; 2: bad "
+      "Repeats a recorded training run (F.json beside F.safetensors) from the same initial values\n"
+      "on the same tokens and prints one line of JSON: how far losses, gradient norms, gradients\n"
+      "and final parameters are from the recording.\n"
+      "Exit code 0: equal within the tolerance for another order of additions; 1: not; 2: bad\n"
       "input.");
   app.add_option("--case", arguments.json, "F.json")->required();
   app.add_option("--backend", arguments.backend,
@@ -159,24 +166,28 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
     TORCH_CHECK(arguments.time == 0 || arguments.time > static_cast<int64_t>(kWarmUp), "--time ",
                 arguments.time, ": must be more than ", kWarmUp);
+    TORCH_CHECK(arguments.backend != "gloo" || arguments.order == "gloo_ring", "--order ",
+                arguments.order,
+                ": Gloo folds as gloo_ring; other orders need --backend sim or single");
     // One intra-op thread: the split of a sum over threads would change its bits.
     at::set_num_threads(1);
-    if (arguments.backend == "gloo" && !launched()) {
-      const Case config = read_case(from_user(arguments.json));
-      return run_processes(static_cast<int>(config.world), {argv + 1, argv + argc});
+    const Recording recording = read(arguments);
+    if (arguments.backend == "gloo" && std::getenv("RANK") == nullptr) {
+      return cli::launch({.processes = static_cast<int>(recording.config.world),
+                          .prefix_lines = false,
+                          .command = {argv + 1, argv + argc}});
     }
-    return replay(arguments);
+    return replay(arguments, recording);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? kEqual : kBadInput;
   } catch (const c10::Error& error) {
-    fmt::print(stderr, "replay: {}\n", error.what_without_backtrace());
+    return fail(kBadInput, error.what_without_backtrace());
   } catch (const std::exception& error) {
-    fmt::print(stderr, "replay: {}\n", error.what());
+    return fail(kBadInput, error.what());
   }
-  return kBadInput;
 }
 
 }  // namespace
 }  // namespace ppfsdp::golden
 
-int main(int argc, char** argv) { return ppfsdp::golden::main(argc, argv); }
+int main(int argc, char** argv) { return ppfsdp::golden::run_tool(argc, argv); }

@@ -31,8 +31,8 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 std::vector<at::Tensor> make_parameters() {
   at::manual_seed(2);
   std::vector<at::Tensor> result;
-  for (const at::IntArrayRef sizes : {at::IntArrayRef({5, 7}), at::IntArrayRef({9}),
-                                      at::IntArrayRef({1, 3}), at::IntArrayRef({2})}) {
+  for (const std::vector<int64_t>& sizes :
+       std::vector<std::vector<int64_t>>{{5, 7}, {9}, {1, 3}, {2}}) {
     result.push_back(at::zeros(sizes).requires_grad_());
     if (sizes[0] != 2) result.back().mutable_grad() = at::randn(sizes);
   }

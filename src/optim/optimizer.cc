@@ -65,7 +65,7 @@ void Optimizer::zero_grad(bool set_to_none) {
       grad.reset();
     } else {
       at::NoGradGuard no_grad;
-      grad.detach_();
+      grad = grad.detach();
       grad.zero_();
     }
   }
@@ -79,8 +79,10 @@ at::Tensor Optimizer::local_grad(size_t index) const {
               sharded ? "DTensor and its gradient a plain tensor"
                       : "plain tensor and its gradient a DTensor");
   if (!sharded) return grad;
-  const dtensor::SpecPtr& wanted = dtensor::spec_of(parameter);
-  if (dtensor::spec_of(grad)->placements == wanted->placements) return dtensor::local_of(grad);
+  const dtensor::SpecPtr &wanted = dtensor::spec_of(parameter), &given = dtensor::spec_of(grad);
+  TORCH_CHECK(*given->mesh == *wanted->mesh, name_, ": parameter ", index, " is on ",
+              wanted->mesh->str(), " and its gradient on ", given->mesh->str());
+  if (given == wanted || given->placements == wanted->placements) return dtensor::local_of(grad);
   return dtensor::local_of(dtensor::redistribute(grad, wanted->placements));
 }
 
@@ -97,13 +99,13 @@ void Optimizer::step() {
     if (!parameter.grad().defined()) continue;
     at::Tensor grad = local_grad(i);
     const at::Tensor& local = local_part(parameter);
+    TORCH_CHECK(grad.sizes() == local.sizes(), name_, ": the gradient ", grad.sizes(),
+                " of parameter ", i, " does not have its size ", local.sizes());
     ++step_counts_[i];
     for (std::vector<at::Tensor>& states : states_) {
       if (!states[i].defined()) states[i] = at::zeros_like(parameter);
     }
     if (local.numel() == 0) continue;
-    TORCH_CHECK(grad.sizes() == local.sizes(), name_, ": the gradient ", grad.sizes(),
-                " of parameter ", i, " does not have its size ", local.sizes());
     Batch& batch = batches[{local.device(), local.scalar_type()}];
     batch.states.resize(states_.size());
     batch.parameters.push_back(local);

@@ -46,8 +46,8 @@ std::string error_of(const std::function<void()>& action) {
 std::vector<at::Tensor> make_parameters(at::ScalarType dtype = at::kFloat) {
   at::manual_seed(1);
   std::vector<at::Tensor> result;
-  for (const at::IntArrayRef sizes :
-       {at::IntArrayRef({5, 7}), at::IntArrayRef({9}), at::IntArrayRef({1, 3, 2})}) {
+  for (const std::vector<int64_t>& sizes :
+       std::vector<std::vector<int64_t>>{{5, 7}, {9}, {1, 3, 2}}) {
     result.push_back(at::randn(sizes).to(dtype).requires_grad_());
   }
   return result;
@@ -151,12 +151,20 @@ TEST(Implementations, SingleTensorAndForeachAgreeToTheBitOnTheCpu) {
   }
 }
 
-TEST(Optimizer, ShardedStepsEqualWholeOnesToTheBit) {
+TEST(Optimizer, ShardedStepsEqualWholeOnes) {
   // A step that used another rank's part, or a state laid out otherwise, would differ.
-  std::vector<Make> all;
-  for (const Implementation implementation : kAll) all.push_back(adamw(implementation));
-  for (const SGDOptions& options : sgd_variants()) all.push_back(sgd(options));
-  for (const Make& make : all) {
+  struct Variant {
+    Make make;
+    bool exact;
+  };
+  std::vector<Variant> all;
+  for (const Implementation implementation : kAll) {
+    // The fused kernel of the CPU rounds the last elements of a tensor, those that fill no vector
+    // register, otherwise than the rest, and a shard ends elsewhere than the whole.
+    all.push_back({adamw(implementation), implementation != Implementation::kFused});
+  }
+  for (const SGDOptions& options : sgd_variants()) all.push_back({sgd(options), true});
+  for (const auto& [make, exact] : all) {
     const std::vector<at::Tensor> whole = run_plain(make, 3);
     sim::run_world(4, {}, [&](comm::Runtime& runtime) {
       const auto mesh = mesh::DeviceMesh::create(runtime, {4});
@@ -176,7 +184,13 @@ TEST(Optimizer, ShardedStepsEqualWholeOnesToTheBit) {
         optimizer->step();
       }
       for (size_t i = 0; i < sharded.size(); ++i) {
-        EXPECT_TRUE(at::equal(dtensor::full_tensor(sharded[i].detach()), whole[i].detach()));
+        const at::Tensor gathered = dtensor::full_tensor(sharded[i].detach());
+        if (exact) {
+          EXPECT_TRUE(at::equal(gathered, whole[i].detach()));
+        } else {
+          // Some ten roundings a step of values of order 1.
+          EXPECT_TRUE(at::allclose(gathered, whole[i].detach(), 1e-5, 1e-6));
+        }
         for (const std::string& name : optimizer->state_names()) {
           EXPECT_EQ(dtensor::spec_of(optimizer->state(i, name))->placements, shard) << name;
         }
@@ -197,6 +211,8 @@ TEST(Optimizer, GradientInOtherPlacementsIsRedistributed) {
                                                    {dtensor::Placement::partial()});
     optimizer.step();
     EXPECT_TRUE(at::equal(dtensor::full_tensor(parameter.detach()), at::full({3}, -3.0)));
+    optimizer.zero_grad(/*set_to_none=*/false);
+    EXPECT_TRUE(at::equal(dtensor::full_tensor(parameter.grad()), at::zeros({3})));
     parameter.mutable_grad() = at::zeros({3});
     EXPECT_THAT(error_of([&] { optimizer.step(); }),
                 HasSubstr("parameter 0 is a DTensor and its gradient a plain tensor"));

@@ -1,0 +1,109 @@
+// The replay tool as its user sees it: one line of JSON, the exit codes, one line for each fault.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace ppfsdp::golden {
+namespace {
+
+using ::testing::HasSubstr;
+
+struct Result {
+  int code;
+  std::string out, err;
+};
+
+std::string read(const std::filesystem::path& path) {
+  std::ifstream in(path);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+Result replay(const std::string& arguments) {
+  const std::filesystem::path directory = ::testing::TempDir();
+  const std::string command = "golden/replay " + arguments + " >" + (directory / "out").string() +
+                              " 2>" + (directory / "err").string();
+  const int status = std::system(command.c_str());
+  return {WEXITSTATUS(status), read(directory / "out"), read(directory / "err")};
+}
+
+TEST(Replay, PrintsOneLineOfJsonOnEveryBackend) {
+  for (const std::string backend : {"sim", "gloo", "single"}) {
+    const Result result =
+        replay("--case golden/cases/bf16_reduce_fp32_w2.json --backend " + backend);
+    EXPECT_EQ(result.code, 0) << result.err;
+    EXPECT_EQ(result.out.find('\n'), result.out.size() - 1) << result.out;
+    const auto line = nlohmann::json::parse(result.out);
+    EXPECT_EQ(line["case"], "bf16_reduce_fp32_w2");
+    EXPECT_EQ(line["backend"], backend);
+    EXPECT_EQ(line["world"], 2);
+    for (const char* field :
+         {"max_loss_rel", "max_grad_norm_rel", "max_grad_abs", "max_param_abs"}) {
+      EXPECT_TRUE(line[field].is_number()) << field;
+    }
+    EXPECT_TRUE(line["bitwise"].is_boolean());
+  }
+}
+
+TEST(Replay, TimesACaseWithoutARecording) {
+  const std::filesystem::path json = std::filesystem::path(::testing::TempDir()) / "timed.json";
+  std::ofstream(json) << R"({"case": {"dim": 8, "hidden": 8, "layers": 1, "seq": 4}})";
+  const Result result = replay("--case " + json.string() + " --time 5");
+  EXPECT_EQ(result.code, 0) << result.err;
+  const auto line = nlohmann::json::parse(result.out);
+  EXPECT_GE(line["median_ms"].get<double>(), line["min_ms"].get<double>());
+  EXPECT_GT(line["min_ms"].get<double>(), 0);
+  EXPECT_FALSE(line.contains("bitwise"));
+}
+
+TEST(Replay, OtherOrdersOfMoreThanTwoRanksAreWithinToleranceButNotExact) {
+  const std::string common = "--case golden/cases/frozen_l1_w5.json --order rank_order";
+  const Result result = replay(common);
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_FALSE(nlohmann::json::parse(result.out)["bitwise"]);
+  EXPECT_THAT(result.err, HasSubstr("first difference: "));
+  EXPECT_EQ(replay(common + " --exact").code, 1);
+}
+
+TEST(Replay, ARunThatIsFarFromItsRecordingHasExitCodeOne) {
+  // The recording of another learning rate.
+  const std::filesystem::path copy = std::filesystem::path(::testing::TempDir()) / "changed.json";
+  auto document = nlohmann::json::parse(read("golden/cases/plain_w1.json"));
+  document["case"]["lr"] = 0.02;
+  std::ofstream(copy) << document.dump();
+  std::filesystem::copy_file("golden/cases/plain_w1.safetensors",
+                             std::filesystem::path(copy).replace_extension(".safetensors"),
+                             std::filesystem::copy_options::overwrite_existing);
+  const Result result = replay("--case " + copy.string());
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, HasSubstr("changed: first difference: step 1, rank 0: loss"));
+  EXPECT_FALSE(nlohmann::json::parse(result.out)["bitwise"]);
+}
+
+TEST(ReplayErrors, BadInputHasExitCodeTwoAndOneLine) {
+  const std::pair<const char*, const char*> faults[] = {
+      {"--case /nowhere/x.json", "/nowhere/x.json: can't open"},
+      {"--case golden/cases/plain_w1.json --time 3", "--time 3: must be more than 3"},
+      {"--case golden/cases/plain_w1.json --backend gloo --order tree",
+       "--order tree: Gloo folds as gloo_ring"}};
+  for (const auto& [arguments, message] : faults) {
+    const Result result = replay(arguments);
+    EXPECT_EQ(result.code, 2) << arguments;
+    EXPECT_THAT(result.err, HasSubstr(message));
+    EXPECT_EQ(result.err.find('\n'), result.err.size() - 1) << result.err;
+    EXPECT_EQ(result.out, "");
+  }
+  EXPECT_EQ(replay("").code, 2);
+  EXPECT_EQ(replay("--case x --backend mpi").code, 2);
+  EXPECT_EQ(replay("--help").code, 0);
+}
+
+}  // namespace
+}  // namespace ppfsdp::golden
