@@ -165,7 +165,7 @@ class Launch {
     setpgid(pid, pid);
     close(out[1]);
     close(err[1]);
-    const std::string prefix = fmt::format("[{}] ", rank);
+    const std::string prefix = options_.prefix_lines ? fmt::format("[{}] ", rank) : "";
     children_.push_back(
         {pid, ChildOutput(out[0], prefix, stdout), ChildOutput(err[0], prefix, stderr), {}});
   }

@@ -11,13 +11,15 @@ struct LaunchOptions {
   int port = 0;
   /// How long processes get to end by themselves after SIGTERM, before SIGKILL.
   double grace_s = 10;
+  /// Whether each line of a process's output is led by "[rank] ".
+  bool prefix_lines = true;
   /// The arguments of this binary that every process gets.
   std::vector<std::string> command;
 };
 
 /// Runs this binary `processes` times with torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK,
-/// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, passes their output on with each line led by
-/// "[rank] ", and waits for all. When one fails the others are ended, and its error is reported
+/// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, passes their output on in whole lines,
+/// and waits for all. When one fails the others are ended, and its error is reported
 /// (rather than those of ranks that failed since it was gone). SIGINT and SIGTERM are passed on; a
 /// second one kills the processes. They never outlive this process.
 ///
