@@ -1,6 +1,7 @@
 #include "backends/gloo/transport.h"
 
 #include <fmt/format.h>
+#include <sched.h>
 
 #include <cstdlib>
 #include <string>
@@ -15,8 +16,34 @@
 namespace ppfsdp::gloo {
 namespace {
 
+/// While it lives, threads that this one starts get Linux's SCHED_BATCH policy: they run when a
+/// core is free and with their fair share, but do not interrupt a running thread when they wake.
+/// Gloo's device thread must not: it spins while a rank's thread, in the middle of posting a
+/// transfer, holds a connection's lock, and when it has taken the core from that very thread it
+/// spins for a whole time slice (4 ms for an operation of 100 us, when there are no more cores than
+/// ranks).
+class StartsPatientThreads {
+ public:
+  StartsPatientThreads() : policy_(::sched_getscheduler(0)) {
+    const sched_param none{};
+    // Only a thread of the default policy: somebody chose another one with care.
+    if (policy_ == SCHED_OTHER) changed_ = ::sched_setscheduler(0, SCHED_BATCH, &none) == 0;
+  }
+  ~StartsPatientThreads() {
+    const sched_param none{};
+    if (changed_) ::sched_setscheduler(0, policy_, &none);
+  }
+  StartsPatientThreads(const StartsPatientThreads&) = delete;
+  StartsPatientThreads& operator=(const StartsPatientThreads&) = delete;
+
+ private:
+  int policy_;
+  bool changed_ = false;
+};
+
 std::shared_ptr<::gloo::transport::Device> make_device(const std::string& address) {
   using c10d::ProcessGroupGloo;
+  const StartsPatientThreads patience;
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
   if (interface != nullptr && *interface != '\0') {
     return ProcessGroupGloo::createDeviceForInterface(interface);
