@@ -333,14 +333,14 @@ std::string Operation::describe_missing() const {
     }
   }
   std::string text;
-  const auto append = [&](const std::vector<std::string>& names, const char* what) {
+  const auto append = [&](const char* what, const std::vector<std::string>& names) {
     if (names.empty()) return;
     text += text.empty() ? " (" : "; ";
-    text += fmt::format("{}{}", fmt::join(names, ", "), what);
+    text += fmt::format("{}{}", what, fmt::join(names, ", "));
   };
-  append(returned, " returned without it");
-  append(missing, " has not issued it");
-  append(queued, "");
+  append("returned without it: ", returned);
+  append("not issued by ", missing);
+  append("", queued);
   return text.empty() ? text : text + ")";
 }
 

@@ -128,7 +128,7 @@ std::exception_ptr World::stuck() {
   std::vector<std::pair<std::string, std::vector<int>>> waits;
   for (int rank = 0; rank < size(); ++rank) {
     std::string text =
-        scheduler_.has_returned(rank) ? "returned" : "waits for " + describe_wait(rank);
+        scheduler_.has_returned(rank) ? "returned" : "waiting for " + describe_wait(rank);
     const auto same =
         std::ranges::find(waits, text, &std::pair<std::string, std::vector<int>>::first);
     if (same != waits.end()) {

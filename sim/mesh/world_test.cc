@@ -208,8 +208,8 @@ TEST(World, a_rank_that_returns_while_others_wait_is_named) {
     runtime.world()->all_reduce(tensor, ReduceOp::sum(), runtime.compute_stream());
   });
   EXPECT_EQ(what,
-            "deadlock: no rank can go on. ranks 0, 2: waits for all_reduce #0 on group 'world' "
-            "(rank 1 returned without it); rank 1: returned");
+            "deadlock: no rank can go on. ranks 0, 2: waiting for all_reduce #0 on group 'world' "
+            "(returned without it: rank 1); rank 1: returned");
 }
 
 TEST(World, a_deadlock_says_what_each_rank_waits_for) {
@@ -231,11 +231,11 @@ TEST(World, a_deadlock_says_what_each_rank_waits_for) {
   EXPECT_EQ(
       what,
       "deadlock: no rank can go on. "
-      "rank 0: waits for an event of stream 'gather', which is at send #0 from rank 1 to rank "
-      "0 on group 'world' (rank 1 has not issued it); "
-      "rank 1: waits for an event of stream 'other', which is at an event of stream 'gather', "
-      "which is at send #0 from rank 0 to rank 1 on group 'world' (rank 0 has not issued it); "
-      "rank 2: waits for barrier #0 on group 'world' (rank 0, rank 1 has not issued it)");
+      "rank 0: waiting for an event of stream 'gather', which is at send #0 from rank 1 to rank "
+      "0 on group 'world' (not issued by rank 1); "
+      "rank 1: waiting for an event of stream 'other', which is at an event of stream 'gather', "
+      "which is at send #0 from rank 0 to rank 1 on group 'world' (not issued by rank 0); "
+      "rank 2: waiting for barrier #0 on group 'world' (not issued by rank 0, rank 1)");
 }
 
 TEST(World, work_that_can_never_run_is_an_error_though_all_ranks_returned) {
@@ -247,7 +247,7 @@ TEST(World, work_that_can_never_run_is_an_error_though_all_ranks_returned) {
   });
   EXPECT_EQ(what,
             "all ranks have returned, but work is left that can never run: stream 'side' of rank 0 "
-            "is at all_reduce #0 on group 'world' (rank 1 returned without it)");
+            "is at all_reduce #0 on group 'world' (returned without it: rank 1)");
 }
 
 TEST(World, what_is_queued_when_a_rank_returns_still_runs) {
