@@ -162,15 +162,17 @@ TEST_F(StreamsTest, AWaitForOneStreamMovesOthersThatAPeerNeeds) {
   // The transfers of `target` end only once `second`, queued behind `first` on another stream, has
   // started; so it is when the peer waits for the other stream first.
   const auto needed = std::make_shared<Gate>();
+  const auto later = std::make_shared<Gate>();
   const auto a = stream("a");
   const auto b = stream("b");
   a->enqueue(operation({"first", &log_}));
   a->run(note("closure"));
-  a->enqueue(operation({.name = "second", .log = &log_, .opens = needed}));
+  a->enqueue(operation({.name = "second", .log = &log_, .gate = later, .opens = needed}));
   b->enqueue(operation({"target", &log_, needed}));
   b->synchronize();
   EXPECT_EQ(log_, (Log{"start first", "start target", "finish first", "closure", "start second",
                        "finish target"}));
+  later->open();
   a->synchronize();
   EXPECT_EQ(log_.back(), "finish second");
 }
