@@ -62,17 +62,6 @@ TEST(DTensor, has_global_metadata_and_no_memory) {
   });
 }
 
-// Equal specs that are two objects would make every op miss its cache.
-TEST(DTensor, equal_specs_are_one_object) {
-  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
-    const at::Tensor a = distribute_tensor(integers({3, 4}, 1), mesh, {S(0)});
-    const at::Tensor b = distribute_tensor(integers({3, 4}, 2), mesh, {S(0)});
-    EXPECT_EQ(spec_of(a), spec_of(b));
-    EXPECT_NE(spec_of(a), spec_of(distribute_tensor(integers({3, 4}, 1), mesh, {S(1)})));
-    EXPECT_EQ(spec_of(a), spec_of(a + b));
-  });
-}
-
 // from_local must share memory (FSDP's optimizer writes through it) and refuse a part that is not
 // one.
 TEST(DTensor, from_local_shares_memory_and_checks_sizes) {
@@ -91,16 +80,6 @@ TEST(DTensor, from_local_shares_memory_and_checks_sizes) {
                 from_local(local, mesh, {S(0), S(1)});
               }).find("one placement"),
               std::string::npos);
-  });
-}
-
-// The error has to say which op and which placements, or nobody can act on it.
-TEST(DTensor, an_op_without_a_rule_names_itself_and_the_placements) {
-  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
-    const at::Tensor dtensor = distribute_tensor(integers({4, 4}, 1), mesh, {S(0)});
-    const std::string error = error_of([&] { at::linalg_qr(dtensor); });
-    EXPECT_NE(error.find("linalg_qr"), std::string::npos) << error;
-    EXPECT_NE(error.find("Shard(0)"), std::string::npos) << error;
   });
 }
 

@@ -2,9 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
-
-#include "src/dtensor/sharding.h"
 
 namespace ppfsdp::dtensor {
 namespace {
@@ -39,30 +38,6 @@ TEST(Placement, refuses_what_has_no_meaning) {
   EXPECT_ANY_THROW(Placement::partial(Op::kNorm, 0));
   EXPECT_ANY_THROW(Placement::partial(Op::kNone));
   EXPECT_ANY_THROW(Placement::strided_shard(0, 0));
-}
-
-TEST(ShardOrder, a_strided_shard_comes_after_the_dims_that_it_strides_over) {
-  const auto S = Placement::shard(0);
-  const auto SS = [](int64_t factor) { return Placement::strided_shard(0, factor); };
-  using Order = std::vector<int64_t>;
-  EXPECT_EQ(shard_order({2, 3}, {S, S}, 0), (Order{0, 1}));
-  EXPECT_EQ(shard_order({2, 3}, {SS(3), S}, 0), (Order{1, 0}));
-  EXPECT_EQ(shard_order({2, 2, 3}, {SS(6), SS(3), S}, 0), (Order{2, 1, 0}));
-  EXPECT_EQ(shard_order({2, 2, 3}, {SS(2), S, S}, 0), (Order{1, 0, 2}));
-  EXPECT_ANY_THROW(shard_order({2, 3}, {SS(2), S}, 0));
-}
-
-// Strides tell LibTorch whether a tensor can be viewed; if they said so wrongly, reshape of a part
-// with gaps would throw, or a transposed one would be taken for what it is not.
-TEST(GlobalStrides, keep_the_order_of_dims_and_their_gaps) {
-  using Strides = std::vector<int64_t>;
-  EXPECT_EQ(global_strides({4, 6}, {2, 6}, {6, 1}), (Strides{6, 1}));
-  EXPECT_EQ(global_strides({4, 6}, {2, 6}, {1, 2}), (Strides{1, 4}));
-  EXPECT_EQ(global_strides({4, 3}, {2, 3}, {6, 1}), (Strides{6, 1}));   // half the columns
-  EXPECT_EQ(global_strides({4}, {2}, {6}), (Strides{6}));               // one column
-  EXPECT_EQ(global_strides({2, 6}, {2, 3}, {6, 1}), (Strides{12, 1}));  // every second row
-  EXPECT_EQ(global_strides({4, 6}, {4, 3}, {0, 1}), (Strides{0, 1}));
-  EXPECT_EQ(global_strides({}, {}, {}), (Strides{}));
 }
 
 }  // namespace

@@ -16,7 +16,12 @@
 
 /// What an op does with placements. A rule looks at one call and returns a Plan: how each tensor
 /// argument has to lie, and how each result does. The fallback (dispatch.cc) caches the plan, moves
-/// the arguments, runs the op on the local tensors and wraps what it returns.
+/// the arguments, runs the op on the local tensors and wraps what it returns. A new op of a known
+/// kind is its name in the list of its kind (rules/pointwise.cc and so on):
+///
+///   const RegisterRule kErf({"erf", "erf_"}, pointwise());
+///
+/// and one of a new kind lists the ways in which it runs along one mesh dim (plan_by_strategies).
 namespace ppfsdp::dtensor {
 
 /// One tensor among the arguments; each element of a list is one.

@@ -90,6 +90,9 @@ std::vector<int64_t> coordinates_of(const std::vector<int64_t>& mesh_shape, int6
 std::vector<int64_t> global_strides(c10::ArrayRef<int64_t> sizes,
                                     c10::ArrayRef<int64_t> local_sizes,
                                     c10::ArrayRef<int64_t> local_strides) {
+  if (sizes == local_sizes) {
+    return local_strides.vec();
+  }
   std::vector<int64_t> order(sizes.size());
   std::iota(order.begin(), order.end(), int64_t{0});
   std::stable_sort(order.begin(), order.end(),
@@ -99,14 +102,23 @@ std::vector<int64_t> global_strides(c10::ArrayRef<int64_t> sizes,
   int64_t local_dense = 1;  // the same in the part
   for (size_t k = order.size(); k-- > 0;) {
     const int64_t dim = order[k];
-    if (local_strides[dim] == 0 && sizes[dim] > 1) {
+    const int64_t local = local_strides[dim];
+    if (local == 0 && sizes[dim] > 1) {
       strides[dim] = 0;
       continue;
     }
-    const int64_t gap = std::max<int64_t>(1, (local_strides[dim] + local_dense - 1) / local_dense);
-    strides[dim] = dense * gap;
+    if (local > local_dense) {
+      strides[dim] = (dense * local + local_dense - 1) / local_dense;
+      local_dense = local;
+    } else if (local < local_dense && local_sizes[dim] > 1) {
+      // Dims that interleave, of every second column say: (2, 2) of strides (3, 2).
+      strides[dim] = std::max<int64_t>(1, dense * local / local_dense);
+      local_dense = local;
+    } else {
+      strides[dim] = dense;
+    }
     dense = strides[dim] * std::max<int64_t>(sizes[dim], 1);
-    local_dense = local_dense * gap * std::max<int64_t>(local_sizes[dim], 1);
+    local_dense *= std::max<int64_t>(local_sizes[dim], 1);
   }
   return strides;
 }

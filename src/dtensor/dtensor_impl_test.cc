@@ -1,3 +1,5 @@
+#include "src/dtensor/dtensor_impl.h"
+
 // What LibTorch itself does with a DTensor: each test holds a fact that the design stands on, and
 // that another version of LibTorch could change.
 #include <ATen/ATen.h>
@@ -11,7 +13,6 @@
 #include <sstream>
 #include <thread>
 
-#include "src/comm/single_runtime.h"
 #include "src/dtensor/dtensor.h"
 #include "src/dtensor/testing.h"
 
@@ -30,7 +31,7 @@ at::Tensor sharded_leaf(const mesh::DeviceMeshPtr& mesh) {
 
 // Gradient formulas take their out-of-place forms for tensors that are like subclasses; otherwise
 // they fill plain buffers in place.
-TEST(LibTorch, takes_a_dtensor_for_a_tensor_subclass_on_its_real_device) {
+TEST(DTensorImpl, takes_a_dtensor_for_a_tensor_subclass_on_its_real_device) {
   on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
     const at::Tensor x = sharded_leaf(mesh);
     EXPECT_TRUE(at::isTensorSubclassLike(x));
@@ -40,7 +41,7 @@ TEST(LibTorch, takes_a_dtensor_for_a_tensor_subclass_on_its_real_device) {
 }
 
 // One shard written under global sizes would be a checkpoint that nobody can tell from a right one.
-TEST(LibTorch, refuses_to_serialise_or_print) {
+TEST(DTensorImpl, refuses_to_serialise_or_print) {
   on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
     const at::Tensor x = sharded_leaf(mesh).detach();
     std::ostringstream stream;
@@ -49,18 +50,7 @@ TEST(LibTorch, refuses_to_serialise_or_print) {
   });
 }
 
-TEST(LibTorch, in_place_ops_return_the_tensor_itself) {
-  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
-    const at::Tensor x = sharded_leaf(mesh).detach();
-    EXPECT_TRUE(x.mul_(2).is_same(x));
-    EXPECT_TRUE(x.copy_(integers({5, 3}, 1)).is_same(x));
-    const auto [values, indices] = x.max(1);
-    EXPECT_EQ(difference(full_tensor(values), std::get<0>(integers({5, 3}, 1).max(1))), "");
-    EXPECT_EQ(difference(full_tensor(indices), std::get<1>(integers({5, 3}, 1).max(1))), "");
-  });
-}
-
-TEST(LibTorch, autocast_casts_dtensors) {
+TEST(DTensorImpl, autocast_casts_dtensors) {
   on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
     const at::Tensor x = sharded_leaf(mesh);
     at::autocast::set_autocast_enabled(at::kCPU, true);
@@ -84,7 +74,7 @@ struct Doubled : torch::autograd::Function<Doubled> {
   }
 };
 
-TEST(LibTorch, custom_functions_and_final_callbacks) {
+TEST(DTensorImpl, custom_functions_and_final_callbacks) {
   on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
     const at::Tensor x = sharded_leaf(mesh);
     int callbacks = 0;
@@ -101,31 +91,8 @@ TEST(LibTorch, custom_functions_and_final_callbacks) {
   });
 }
 
-// Caches are the thread's own; the engine of a GPU runs backward on other threads than forward.
-TEST(LibTorch, ops_and_backward_on_several_threads_at_once) {
-  const auto runtime = comm::make_single_runtime();
-  const auto mesh = mesh::DeviceMesh::create(*runtime, {1});
-  std::vector<std::thread> threads;
-  std::vector<at::Tensor> gradients(4);
-  for (at::Tensor& gradient : gradients) {
-    threads.emplace_back([&gradient, &mesh] {
-      for (int i = 0; i < 50; ++i) {
-        const at::Tensor x = sharded_leaf(mesh);
-        ((x * x).sum(0) * 3).sum().backward();
-        gradient = x.grad();
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  for (const at::Tensor& gradient : gradients) {
-    EXPECT_EQ(difference(full_tensor(gradient), integers({5, 3}, 1) * 6), "");
-  }
-}
-
 // Two users of one leaf: the engine cannot steal the gradient, so it copies and then adds.
-TEST(LibTorch, accumulates_a_gradient_that_is_still_in_use) {
+TEST(DTensorImpl, accumulates_a_gradient_that_is_still_in_use) {
   on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
     const at::Tensor x = sharded_leaf(mesh);
     const at::Tensor seed = distribute_tensor(at::ones({5, 3}), mesh, {S(0)});
@@ -135,19 +102,6 @@ TEST(LibTorch, accumulates_a_gradient_that_is_still_in_use) {
     EXPECT_EQ(difference(full_tensor(seed), at::ones({5, 3})), "");
     EXPECT_EQ(spec_of(x.grad())->placements, Placements{S(0)});
   });
-}
-
-// A mesh that a cache kept alive would hold its communicators past the end of their runtime.
-TEST(LibTorch, caches_do_not_keep_a_mesh_alive) {
-  const auto runtime = comm::make_single_runtime();
-  std::weak_ptr<const mesh::DeviceMesh> watched;
-  {
-    const auto mesh = mesh::DeviceMesh::create(*runtime, {1});
-    watched = mesh;
-    const at::Tensor x = sharded_leaf(mesh);
-    (x * x + 1).sum().backward();
-  }
-  EXPECT_TRUE(watched.expired());
 }
 
 }  // namespace
