@@ -12,8 +12,8 @@ namespace ppfsdp::optim {
 
 /// Which of three equivalent ways a step takes. They are those of Python's torch.optim, and each
 /// gives the bits of the same one there. kSingleTensor and kForeach agree with each other on the
-/// CPU, and give the same bits for any sharding. kFused is the fastest, but AdamW's kernel for the
-/// CPU rounds the last elements of a tensor otherwise than the rest, so that its bits depend on the
+/// CPU, and give the same bits for any sharding. kFused is the fastest, but its kernels for the CPU
+/// round the last elements of a tensor otherwise than the rest, so that its bits depend on the
 /// sharding.
 enum class Implementation {
   kSingleTensor,  ///< one parameter after the other

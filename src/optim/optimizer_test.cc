@@ -159,14 +159,17 @@ TEST(Optimizer, ShardedStepsEqualWholeOnes) {
   };
   std::vector<Variant> all;
   for (const Implementation implementation : kAll) {
-    // The fused kernel of the CPU rounds the last elements of a tensor, those that fill no vector
+    // The fused kernels of the CPU round the last elements of a tensor, those that fill no vector
     // register, otherwise than the rest, and a shard ends elsewhere than the whole.
     all.push_back({adamw(implementation), implementation != Implementation::kFused});
   }
-  for (const SGDOptions& options : sgd_variants()) all.push_back({sgd(options), true});
-  for (const auto& [make, exact] : all) {
+  for (const SGDOptions& options : sgd_variants()) {
+    all.push_back({sgd(options), options.implementation != Implementation::kFused});
+  }
+  for (size_t variant = 0; variant < all.size(); ++variant) {
+    const auto& [make, exact] = all[variant];
     const std::vector<at::Tensor> whole = run_plain(make, 3);
-    sim::run_world(4, {}, [&](comm::Runtime& runtime) {
+    sim::run_world(4, {}, [&, &make = make, exact = exact](comm::Runtime& runtime) {
       const auto mesh = mesh::DeviceMesh::create(runtime, {4});
       const dtensor::Placements shard = {dtensor::Placement::shard(0)};
       std::vector<at::Tensor> sharded;
@@ -186,7 +189,9 @@ TEST(Optimizer, ShardedStepsEqualWholeOnes) {
       for (size_t i = 0; i < sharded.size(); ++i) {
         const at::Tensor gathered = dtensor::full_tensor(sharded[i].detach());
         if (exact) {
-          EXPECT_TRUE(at::equal(gathered, whole[i].detach()));
+          EXPECT_TRUE(at::equal(gathered, whole[i].detach()))
+              << "variant " << variant << ", parameter " << i << ": "
+              << (gathered - whole[i].detach());
         } else {
           // Some ten roundings a step of values of order 1.
           EXPECT_TRUE(at::allclose(gathered, whole[i].detach(), 1e-5, 1e-6));
