@@ -13,6 +13,7 @@
 #include "src/cli/launch.h"
 #include "src/cli/report.h"
 #include "src/cli/train_command.h"
+#include "src/cli/verify_command.h"
 #include "src/train/config_error.h"
 
 namespace ppfsdp::cli {
@@ -54,6 +55,20 @@ int run(int argc, char** argv) {
   CLI::App* train = app.add_subcommand("train", "Train a Llama; without arguments the debug one");
   add_config_options(*train, train_options);
 
+  ConfigOptions verify_options;
+  CLI::App* verify = app.add_subcommand(
+      "verify", "Show that sharded training equals one device's: bit for bit, or within tolerance");
+  bool exact = false, tolerance = false;
+  CLI::Option* exact_flag = verify->add_flag(
+      "--exact", exact,
+      "Equal bits against one process that runs the ranks in turn and folds as the mesh does "
+      "(default)");
+  verify
+      ->add_flag("--tolerance", tolerance,
+                 "Within a derived tolerance against one device over the whole batch")
+      ->excludes(exact_flag);
+  add_config_options(*verify, verify_options);
+
   LaunchOptions launch_options;
   CLI::App* launcher =
       app.add_subcommand("launch", "Start one process a rank: ppfsdp launch -n 4 -- train [...]");
@@ -68,6 +83,10 @@ int run(int argc, char** argv) {
   }
   go_where_the_user_stands();
   if (train->parsed()) return train_command(train_options);
+  if (verify->parsed()) {
+    return verify_command(verify_options,
+                          tolerance ? train::VerifyMode::kTolerance : train::VerifyMode::kExact);
+  }
   return launch(launch_options);
 }
 

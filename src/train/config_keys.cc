@@ -86,7 +86,7 @@ std::vector<Key> make_keys() {
       number("training.max_norm", PPFSDP_FIELD(training.max_norm), "",
              "Gradients are scaled down to this norm; 0 only measures it.", 0, kLargest),
       number("training.norm_type", PPFSDP_FIELD(training.norm_type), "",
-             "p of the gradient's p-norm; inf is the largest magnitude.", 0, kInfinity),
+             "p of the gradient's p-norm; inf is the largest magnitude.", 0.1, kInfinity),
       one_of("training.param_dtype", PPFSDP_FIELD(training.param_dtype),
              "Dtype of all-gather and compute; parameters and optimizer stay float32.",
              {"float32", "bfloat16", "float16"}),

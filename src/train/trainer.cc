@@ -1,13 +1,13 @@
 #include "src/train/trainer.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/nn/utils/clip_grad.h>
 
 #include <algorithm>
 #include <chrono>
 
 #include "src/mesh/device_mesh.h"
 #include "src/nn/loss.h"
+#include "src/optim/clip_grad_norm.h"
 #include "src/train/recipe.h"
 #include "src/train/schedule.h"
 
@@ -49,8 +49,9 @@ StepResult Trainer::step(int64_t step, const std::atomic<int>* stop_signal) {
   result.step = step;
   optimizer_->zero_grad();
   const double loss = forward_and_backward(step);
-  result.grad_norm = torch::nn::utils::clip_grad_norm_(
-      optimizer_->parameters(), clip_limit(config_.training), config_.training.norm_type);
+  result.grad_norm = optim::clip_grad_norm_(optimizer_->parameters(), clip_limit(config_.training),
+                                            config_.training.norm_type)
+                         .item<double>();
   result.lr = learning_rate(config_.optimizer, config_.training.steps, step);
   optimizer_->set_lr(result.lr);
   optimizer_->step();

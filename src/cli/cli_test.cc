@@ -1,0 +1,287 @@
+// Runs the ppfsdp binary as a user does.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "src/train/test_util.h"
+
+namespace ppfsdp::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Result {
+  int code;
+  std::string out;
+  std::string err;
+};
+
+class CliTest : public train::FolderTest {
+ protected:
+  void SetUp() override {
+    FolderTest::SetUp();
+    std::string text;
+    for (int i = 0; i < 3000; ++i) text += "a few words of text "[i * i % 20];
+    text_ = write("text.txt", text);
+    binary_ = fs::absolute("src/cli/ppfsdp").string();
+    // As `bazel run` does for the user's folder.
+    setenv("BUILD_WORKING_DIRECTORY", folder_.c_str(), 1);
+  }
+
+  /// A model small enough for dozens of runs.
+  std::string tiny(const std::string& more = "") const {
+    std::string arguments = " --set data.files=" + text_;
+    for (const char* setting :
+         {"model.dim=8", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.hidden=12",
+          "data.seq_len=6", "training.steps=3", "training.global_batch=8"}) {
+      arguments += fmt::format(" --set {}", setting);
+    }
+    return arguments + " " + more;
+  }
+
+  std::string read(const std::string& name) const {
+    std::ostringstream text;
+    text << std::ifstream(folder_ / name, std::ios::binary).rdbuf();
+    return text.str();
+  }
+
+  Result run(const std::string& arguments, const std::string& environment = "") const {
+    const std::string command = fmt::format("{} {} {} >{} 2>{} </dev/null", environment, binary_,
+                                            arguments, path("out"), path("err"));
+    const int status = std::system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read("out"), read("err")};
+  }
+
+  /// The run must fail with this code and exactly this one line.
+  void expect_error(int code, const std::string& arguments, const std::string& message,
+                    const std::string& environment = "") const {
+    const Result result = run(arguments, environment);
+    EXPECT_EQ(result.code, code) << arguments;
+    EXPECT_EQ(result.err, "ppfsdp: error: " + message + "\n") << arguments;
+    EXPECT_EQ(result.out, "") << arguments;
+  }
+
+  static std::vector<std::string> lines(const std::string& text) {
+    std::vector<std::string> result;
+    std::istringstream stream(text);
+    for (std::string line; std::getline(stream, line);) result.push_back(line);
+    return result;
+  }
+
+  /// The losses and norms that a training printed: what must not depend on the backend.
+  static std::vector<std::string> losses(const std::string& out) {
+    std::vector<std::string> result;
+    for (const std::string& line : lines(out)) {
+      const size_t begin = line.find("step:"), end = line.find("  tokens/s");
+      if (begin != std::string::npos) result.push_back(line.substr(begin, end - begin));
+    }
+    return result;
+  }
+
+  std::string text_;
+  std::string binary_;
+};
+
+TEST_F(CliTest, help_lists_every_key_with_default_and_unit) {
+  for (const char* subcommand : {"train", "verify"}) {
+    const Result help = run(fmt::format("{} --help", subcommand));
+    EXPECT_EQ(help.code, 0);
+    EXPECT_NE(help.out.find("[optimizer]"), std::string::npos);
+    EXPECT_NE(help.out.find("  steps = 60 steps\n"), std::string::npos);
+    EXPECT_NE(help.out.find("  timeout_s = 300.0 seconds\n"), std::string::npos);
+    EXPECT_EQ(help.err, "");
+  }
+  EXPECT_NE(run("--help").out.find("launch"), std::string::npos);
+  EXPECT_NE(run("launch --help").out.find("--grace"), std::string::npos);
+}
+
+TEST_F(CliTest, print_config_gives_a_config_that_reads_back) {
+  const Result printed = run("train --print-config --set optimizer.lr=0.5");
+  EXPECT_EQ(printed.code, 0);
+  write("printed.toml", printed.out);
+  EXPECT_EQ(run("train printed.toml --print-config").out, printed.out);
+  EXPECT_NE(printed.out.find("lr = 0.5\n"), std::string::npos);
+}
+
+// Files are where the user stands, not where `bazel run` starts the binary.
+TEST_F(CliTest, faults_of_the_config_are_one_line_and_code_2) {
+  write("a.toml", "[training]\nstesp = 3\n");
+  expect_error(2, "train a.toml",
+               "a.toml:2: there is no key training.stesp; did you mean training.steps?");
+  expect_error(2, "train missing.toml", "missing.toml: No such file or directory");
+  expect_error(2, "train --set training.steps=0",
+               "--set training.steps=0: training.steps must be an integer of at least 1, got the "
+               "integer 0");
+  expect_error(
+      2, "train" + tiny("--set parallelism.ranks=3"),
+      "training.global_batch = 8 is not divisible by 3 ranks x 1 microbatches; the nearest "
+      "that is: 9");
+  expect_error(2, "train" + tiny("--set parallelism.reshard_after_forward=3"),
+               "parallelism.reshard_after_forward = 3 does not divide the 4 ranks");
+  expect_error(2, "verify --set communication.backend=single",
+               "communication.backend = \"single\" shards nothing, so there is nothing to verify; "
+               "use \"sim\", or \"gloo\" under a launcher");
+  expect_error(2, "train", "BUILD_WORKING_DIRECTORY=/no/where: No such file or directory",
+               "BUILD_WORKING_DIRECTORY=/no/where");
+}
+
+TEST_F(CliTest, faults_of_the_data_are_one_line_and_code_2) {
+  expect_error(2, "train --set data.files=no.txt", "data.files: no.txt: No such file or directory");
+  expect_error(2, "train --set 'data.files=*.nothing'", "data.files: *.nothing: no file matches");
+  write("empty.txt", "");
+  expect_error(2, "train --set data.files=empty.txt", "data.files: empty.txt: is empty");
+  write("short.txt", "abc");
+  expect_error(2, "train --set data.files=short.txt --set data.seq_len=3",
+               "data.files: 3 tokens are too few for one sequence: data.seq_len = 3 needs 4");
+  write("odd.bin", "abc");
+  expect_error(2, "train --set data.kind=tokens --set data.files=odd.bin",
+               "data.files: odd.bin: has 3 bytes, which is not a whole number of 2-byte tokens "
+               "(data.dtype = \"uint16\")");
+}
+
+// A bad token shows only when a rank reads it; all ranks must end, with that rank's error.
+TEST_F(CliTest, token_beyond_the_vocabulary_ends_all_ranks) {
+  write("big.bin", std::string(400, '\x01'));  // ids 257
+  const std::string arguments =
+      tiny("--set data.kind=tokens --set data.files=big.bin --set metrics.jsonl=m.jsonl");
+  const std::string without_text = arguments.substr(arguments.find("--set model"));
+  const Result result = run("train " + without_text);
+  EXPECT_EQ(result.code, 2);
+  ASSERT_EQ(lines(result.err).size(), 1u) << result.err;
+  EXPECT_NE(result.err.find("data.files: big.bin: token 257 at index "), std::string::npos)
+      << result.err;
+  EXPECT_FALSE(fs::exists(path("m.jsonl"))) << "no metrics of a run without a step";
+}
+
+TEST_F(CliTest, faults_of_the_command_line_are_one_line_and_code_2) {
+  for (const char* arguments :
+       {"", "trian", "train --sett a=b", "launch -n 0 -- train", "launch -n 2",
+        "verify --exact --tolerance", "train a.toml b.toml", "launch -n two -- train"}) {
+    const Result result = run(arguments);
+    EXPECT_EQ(result.code, 2) << arguments;
+    EXPECT_EQ(lines(result.err).size(), 1u) << arguments << "\n" << result.err;
+    EXPECT_EQ(result.err.find("ppfsdp: error: "), 0u) << result.err;
+  }
+}
+
+// The three backends, one training: with two ranks the order of a sum can't show.
+TEST_F(CliTest, sim_gloo_and_one_device_print_the_same_losses) {
+  const Result sim = run("train" + tiny("--set parallelism.ranks=2"));
+  EXPECT_EQ(sim.code, 0) << sim.err;
+  EXPECT_EQ(losses(sim.out).size(), 3u) << sim.out;
+  const Result gloo = run("launch -n 2 -- train" + tiny());
+  EXPECT_EQ(gloo.code, 0) << gloo.err;
+  EXPECT_EQ(losses(gloo.out), losses(sim.out));
+  for (const std::string& line : lines(gloo.out)) EXPECT_EQ(line.find("[0] "), 0u) << line;
+  const Result single = run("train" + tiny("--set communication.backend=single"));
+  EXPECT_EQ(single.code, 0) << single.err;
+  EXPECT_EQ(losses(single.out).size(), 3u);
+  // The first loss: before any gradient was summed, to four decimals.
+  EXPECT_EQ(losses(single.out)[0], losses(sim.out)[0]);
+}
+
+TEST_F(CliTest, metrics_files) {
+  const std::string arguments =
+      "train" + tiny("--set metrics.jsonl=run/m.jsonl --set metrics.tensorboard=run/tb");
+  EXPECT_EQ(run(arguments).code, 0);
+  const std::vector<std::string> records = lines(read("run/m.jsonl"));
+  ASSERT_EQ(records.size(), 3u);
+  EXPECT_EQ(nlohmann::json::parse(records[2])["step"], 3);
+  EXPECT_EQ(std::distance(fs::directory_iterator(path("run/tb")), {}), 1);
+  expect_error(2, arguments,
+               "metrics.jsonl: run/m.jsonl exists; remove it, or set metrics.if_exists to "
+               "\"append\" or \"overwrite\"");
+}
+
+TEST_F(CliTest, verify_shows_equality_on_sim_and_gloo) {
+  const Result exact = run("verify" + tiny());
+  EXPECT_EQ(exact.code, 0) << exact.err;
+  EXPECT_EQ(lines(exact.out).back(), "equal bit for bit: 3 steps");
+  const Result tolerance = run("verify --tolerance" + tiny());
+  EXPECT_EQ(tolerance.code, 0) << tolerance.err;
+  EXPECT_EQ(lines(tolerance.out).back(), "equal within tolerance: 3 steps");
+  const Result gloo = run("launch -n 4 -- verify" + tiny());
+  EXPECT_EQ(gloo.code, 0) << gloo.err;
+  EXPECT_EQ(lines(gloo.out).back(), "[0] equal bit for bit: 3 steps");
+}
+
+TEST_F(CliTest, launch_reports_what_a_rank_could_not_do) {
+  const Result result = run("launch -n 2 -- train" + tiny("--set parallelism.ranks=5"));
+  EXPECT_EQ(result.code, 2);
+  const std::string last = lines(result.err).back();
+  EXPECT_EQ(last.find("ppfsdp: error: rank "), 0u) << result.err;
+  EXPECT_NE(last.find("parallelism.ranks = 5 does not fit communication.backend = \"gloo\", whose "
+                      "world here is 2"),
+            std::string::npos)
+      << last;
+}
+
+TEST_F(CliTest, port_in_use_and_a_peer_that_never_comes) {
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), size), 0);
+  ASSERT_EQ(getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  const std::string environment = fmt::format(
+      "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={}", ntohs(address.sin_port));
+  const std::string arguments = "train" + tiny("--set communication.timeout_s=1");
+  ASSERT_EQ(listen(listener, 1), 0);
+  const Result in_use = run(arguments, environment);
+  EXPECT_EQ(in_use.code, 3);
+  EXPECT_EQ(lines(in_use.err).size(), 1u) << in_use.err;
+  close(listener);
+  const Result alone = run(arguments, environment);
+  EXPECT_EQ(alone.code, 3);
+  EXPECT_EQ(lines(alone.err).size(), 1u) << alone.err;
+}
+
+/// Starts the binary, sends it a signal once it has printed its first step, and waits.
+class InterruptTest : public CliTest, public testing::WithParamInterface<std::string> {};
+
+TEST_P(InterruptTest, ctrl_c_ends_all_ranks_after_one_step) {
+  const std::string arguments =
+      GetParam() + tiny("--set training.steps=1000000 --set metrics.jsonl=m.jsonl");
+  const pid_t pid = fork();
+  if (pid == 0) {
+    const std::string command =
+        fmt::format("exec {} {} >{} 2>{}", binary_, arguments, path("out"), path("err"));
+    execl("/bin/sh", "sh", "-c", command.c_str(), nullptr);
+    _exit(127);
+  }
+  while (read("out").find("step:") == std::string::npos) usleep(10'000);
+  kill(pid, SIGINT);
+  int status = 0;
+  waitpid(pid, &status, 0);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 128 + SIGINT);
+  const std::vector<std::string> errors = lines(read("err"));
+  ASSERT_EQ(errors.size(), 1u) << read("err");
+  EXPECT_NE(errors[0].find("ppfsdp: stopped by SIGINT after step "), std::string::npos)
+      << errors[0];
+  // All that was done is on record, in whole lines.
+  const std::vector<std::string> records = lines(read("m.jsonl"));
+  EXPECT_NE(errors[0].find(fmt::format("after step {} of 1000000", records.size())),
+            std::string::npos);
+  for (const std::string& record : records) EXPECT_TRUE(nlohmann::json::accept(record));
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, InterruptTest,
+                         testing::Values("train", "launch -n 2 -- train",
+                                         "train --set communication.backend=single"));
+
+}  // namespace
+}  // namespace ppfsdp::cli
