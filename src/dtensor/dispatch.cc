@@ -8,6 +8,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/library.h>
@@ -221,6 +222,7 @@ class OpState {
                                 "round this op, or register a "
                                 "rule for it (src/dtensor/rule.h)");
     Plan plan = rule_->plan(call);
+    set_strides(plan, stack, base);
     plan.inputs.resize(call.operands().size());
     for (size_t k = 0; k < plan.inputs.size(); ++k) {
       if (plan.inputs[k] == call.operands()[k].spec->placements) {
@@ -228,6 +230,50 @@ class OpState {
       }
     }
     return plan;
+  }
+
+  /// The results' global strides, as the op gives them for meta tensors of the global sizes and
+  /// strides. They must not come from the local results where that can be helped: of a part of one
+  /// row or none the strides say little, and ranks that took them for different things would part
+  /// ways in the next reshape.
+  void set_strides(Plan& plan, const Stack& stack, size_t base) const {
+    if (plan.results.empty()) {
+      return;
+    }
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    Stack meta(stack.begin() + static_cast<std::ptrdiff_t>(base), stack.end());
+    const auto to_meta = [](const at::Tensor& tensor) {
+      return at::empty_strided(tensor.sizes(), tensor.strides(),
+                               at::TensorOptions(at::kMeta).dtype(tensor.scalar_type()));
+    };
+    std::vector<at::Tensor> results;
+    try {
+      for (const TensorArgument& argument : tensors_) {
+        c10::IValue& value = meta[argument.index];
+        if (value.isTensor() && value.toTensor().defined()) {
+          value = to_meta(value.toTensor());
+        } else if (value.isTensorList()) {
+          c10::List<at::Tensor> list;
+          for (const at::Tensor& tensor : value.toTensorVector()) {
+            list.push_back(to_meta(tensor));
+          }
+          value = std::move(list);
+        }
+      }
+      op_.callBoxed(&meta);
+    } catch (const c10::Error&) {
+      return;  // no meta kernel
+    }
+    for (size_t k = 0; k < returns_.size(); ++k) {
+      if (returns_[k].written_argument < 0) {
+        visit(meta[k], [&](const at::Tensor& tensor) { results.push_back(tensor); });
+      }
+    }
+    for (size_t k = 0; k < plan.results.size() && k < results.size(); ++k) {
+      if (results[k].sizes() == c10::IntArrayRef(plan.results[k].sizes)) {
+        plan.results[k].strides = results[k].strides().vec();
+      }
+    }
   }
 
   template <typename Visitor>
@@ -390,9 +436,11 @@ class OpState {
     }
     SpecPtr spec = frame.entry.results[result].lock();
     if (spec == nullptr || spec->dtype != local.scalar_type()) {
-      spec = make_spec(spec_of_operand(frame, planned.mesh_operand)->mesh, planned.placements,
-                       planned.sizes, global_strides(planned.sizes, local.sizes(), local.strides()),
-                       local.scalar_type());
+      spec = make_spec(
+          spec_of_operand(frame, planned.mesh_operand)->mesh, planned.placements, planned.sizes,
+          planned.strides.empty() ? global_strides(planned.sizes, local.sizes(), local.strides())
+                                  : planned.strides,
+          local.scalar_type());
       frame.entry.results[result] = spec;
     }
     return make_dtensor(std::move(local), std::move(spec));

@@ -269,7 +269,8 @@ at::Tensor distributed(const at::Tensor& full, const mesh::DeviceMeshPtr& mesh,
     // The ranks that are reduced together draw from one family of seeds.
     uint64_t family = seed * 31 + static_cast<uint64_t>(i);
     for (int64_t j = 0; j < mesh->ndim(); ++j) {
-      family = family * 17 + static_cast<uint64_t>(j == i ? 0 : mesh->coordinate(j));
+      family = family * 17 + static_cast<uint64_t>(
+                                 j == i || placements[j].is_replicate() ? 0 : mesh->coordinate(j));
     }
     const auto noise = [&](int64_t rank) {
       return testing::integers(local.sizes(),

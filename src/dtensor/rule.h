@@ -94,7 +94,9 @@ struct Result {
   Placements placements;
   std::vector<int64_t> sizes;  ///< global
   size_t mesh_operand = 0;     ///< an operand that is on its mesh
-  bool plain = false;          ///< an element of a list that has nothing to do with DTensors
+  /// Global; filled in by the fallback, the same on every rank. Empty: as the local result's.
+  std::vector<int64_t> strides = {};
+  bool plain = false;  ///< an element of a list that has nothing to do with DTensors
 };
 
 struct Plan {
