@@ -43,8 +43,9 @@ TEST_F(DataLoaderTest, global_batch_does_not_depend_on_the_world) {
   EXPECT_TRUE(rc::check([&] {
     TrainingConfig training = config.training;
     const int world_size = *rc::gen::element(1, 2, 3, 4, 6, 8, 12, 24);
-    const auto fits = [&](int64_t parts) { return 24 % (world_size * parts) == 0; };
-    training.microbatches = *rc::gen::suchThat(rc::gen::inRange<int64_t>(1, 25), fits);
+    const int64_t rows = 24 / world_size;
+    const auto divides = [&](int64_t parts) { return rows % parts == 0; };
+    training.microbatches = *rc::gen::suchThat(rc::gen::inRange<int64_t>(1, rows + 1), divides);
     std::vector<at::Tensor> tokens, labels;
     for (int rank = 0; rank < world_size; ++rank) {
       for (int64_t m = 0; m < training.microbatches; ++m) {
