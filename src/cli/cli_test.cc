@@ -41,11 +41,12 @@ class CliTest : public train::FolderTest {
   }
 
   /// A model small enough for dozens of runs.
-  std::string tiny(const std::string& more = "") const {
-    std::string arguments = " --set data.files=" + text_;
+  std::string tiny(const std::string& more = "", int steps = 3) const {
+    std::string arguments =
+        fmt::format(" --set data.files={} --set training.steps={}", text_, steps);
     for (const char* setting :
          {"model.dim=8", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.hidden=12",
-          "data.seq_len=6", "training.steps=3", "training.global_batch=8"}) {
+          "data.seq_len=6", "training.global_batch=8"}) {
       arguments += fmt::format(" --set {}", setting);
     }
     return arguments + " " + more;
@@ -253,8 +254,7 @@ TEST_F(CliTest, port_in_use_and_a_peer_that_never_comes) {
 class InterruptTest : public CliTest, public testing::WithParamInterface<std::string> {};
 
 TEST_P(InterruptTest, ctrl_c_ends_all_ranks_after_one_step) {
-  const std::string arguments =
-      GetParam() + tiny("--set training.steps=1000000 --set metrics.jsonl=m.jsonl");
+  const std::string arguments = GetParam() + tiny("--set metrics.jsonl=m.jsonl", 1000000);
   const pid_t pid = fork();
   if (pid == 0) {
     const std::string command =
@@ -262,9 +262,12 @@ TEST_P(InterruptTest, ctrl_c_ends_all_ranks_after_one_step) {
     execl("/bin/sh", "sh", "-c", command.c_str(), nullptr);
     _exit(127);
   }
-  while (read("out").find("step:") == std::string::npos) usleep(10'000);
-  kill(pid, SIGINT);
   int status = 0;
+  while (read("out").find("step:") == std::string::npos) {
+    ASSERT_EQ(waitpid(pid, &status, WNOHANG), 0) << "ended before its first step: " << read("err");
+    usleep(10'000);
+  }
+  kill(pid, SIGINT);
   waitpid(pid, &status, 0);
   ASSERT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 128 + SIGINT);

@@ -1,4 +1,5 @@
 #include <ATen/Parallel.h>
+#include <c10/util/Logging.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -26,6 +27,16 @@ void go_where_the_user_stands() {
   if (folder != nullptr && chdir(folder) != 0) {
     throw train::ConfigError(
         fmt::format("BUILD_WORKING_DIRECTORY={}: {}", folder, std::strerror(errno)));
+  }
+}
+
+/// What goes wrong is reported in one line. LibTorch's sockets would put warnings about the same
+/// round it, so they are written only for who asks for them with TORCH_CPP_LOG_LEVEL.
+void quieten_libtorch() {
+  if (std::getenv("TORCH_CPP_LOG_LEVEL") != nullptr) {
+    c10::initLogging();
+  } else {
+    FLAGS_caffe2_log_level = c10::GLOG_ERROR;
   }
 }
 
@@ -97,6 +108,7 @@ int main(int argc, char** argv) {
   try {
     // One thread: part of every claim to equal bits, and ranks are the parallelism.
     at::set_num_threads(1);
+    ppfsdp::cli::quieten_libtorch();
     return ppfsdp::cli::run(argc, argv);
   } catch (const std::exception& error) {
     return ppfsdp::cli::report(error);
