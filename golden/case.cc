@@ -67,6 +67,8 @@ Json from_double(double value) {
 
 int64_t to_integer(const Json& value) {
   TORCH_CHECK(value.is_number_integer(), "must be an integer");
+  TORCH_CHECK(!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX,
+              "must be below 2^63");
   return value.get<int64_t>();
 }
 
@@ -151,6 +153,8 @@ const std::vector<Field>& fields() {
 }
 
 Json parse(const std::filesystem::path& path) {
+  TORCH_CHECK(!std::filesystem::is_directory(path), path.string(),
+              ": is a folder; a case is a JSON file");
   std::ifstream in(path, std::ios::binary);
   TORCH_CHECK(in, path.string(), ": can't open");
   const std::string text{std::istreambuf_iterator<char>(in), {}};
@@ -272,6 +276,17 @@ void Case::validate() const {
   check_positive("world", world);
   check_positive("replicate", replicate);
   TORCH_CHECK(world <= 1024, "case.world is ", world, ", must be at most 1024");
+  // Far above any case, and small enough for the sizes of all tensors to be computed.
+  constexpr int64_t kLargest = int64_t{1} << 24;
+  for (const auto& [name, value] : {std::pair("vocab", vocab),
+                                    {"dim", dim},
+                                    {"hidden", hidden},
+                                    {"layers", layers},
+                                    {"batch", batch},
+                                    {"seq", seq},
+                                    {"accumulate", accumulate}}) {
+    TORCH_CHECK(value <= kLargest, "case.", name, " is ", value, ", must be at most ", kLargest);
+  }
   check_positive("kv_heads", kv_heads);
   check_positive("hidden", hidden);
   check_positive("batch", batch);
@@ -325,6 +340,8 @@ Recording read_recording(const std::filesystem::path& json) {
       recording.outputs.grads[step][name] = parameter(fmt::format("grad/{}/", step));
     }
   }
+  TORCH_CHECK(!recording.outputs.grads.empty(), json.string(), ": case.frozen is \"", config.frozen,
+              "\", which leaves no parameter to train");
   return recording;
 }
 

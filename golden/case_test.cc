@@ -96,6 +96,10 @@ TEST(ReadCase, FieldsThatAreWrong) {
   EXPECT_THAT(error_of(R"({"case": {"param_dtype": "int8"}})"),
               HasSubstr("must be \"\", \"bfloat"));
   EXPECT_THAT(error_of(R"({"case": {"frozen": 1}})"), HasSubstr("must be a string"));
+  EXPECT_THAT(error_of(R"({"case": {"seed": 9223372036854775808}})"),
+              HasSubstr("case.seed is 9223372036854775808, must be below 2^63"));
+  EXPECT_THAT(error_of(R"({"case": {"dim": 4611686018427387904}})"),
+              HasSubstr("case.dim is 4611686018427387904, must be at most 16777216"));
   EXPECT_THAT(error_of(R"({"case": {"world": 0}})"),
               HasSubstr("case.world is 0, must be positive"));
   EXPECT_THAT(error_of(R"({"case": {"heads": 5}})"),
@@ -145,6 +149,8 @@ TEST(Recording, TensorsMustFitTheCase) {
     return error_of([&] { read_recording(json); });
   };
   EXPECT_EQ(error_with([](Recording&) {}), "no error");
+  EXPECT_THAT(error_with([](Recording& r) { r.config.frozen = "weight"; }),
+              HasSubstr("bad.json: case.frozen is \"weight\", which leaves no parameter to train"));
   EXPECT_THAT(error_with([](Recording& r) { r.inputs.init.erase("norm.weight"); }),
               HasSubstr("bad.safetensors: there is no tensor 'init/norm.weight'"));
   EXPECT_THAT(error_with([](Recording& r) { r.outputs.grads.erase(1); }),

@@ -22,6 +22,7 @@
 #include "golden/train.h"
 #include "sim/mesh/world.h"
 #include "src/cli/launch.h"
+#include "src/cli/report.h"
 
 namespace ppfsdp::golden {
 namespace {
@@ -29,6 +30,8 @@ namespace {
 constexpr int kEqual = 0, kDiffers = 1, kBadInput = 2;
 /// Steps whose time does not count: the first ones build what later ones reuse.
 constexpr size_t kWarmUp = 3;
+/// Tokens of all steps are drawn before the first.
+constexpr int64_t kMostSteps = 1'000'000;
 
 struct Arguments {
   std::filesystem::path json;
@@ -93,12 +96,19 @@ Recording read(const Arguments& arguments) {
   return alone;
 }
 
-int replay(const Arguments& arguments, const Recording& recording) {
+/// The launcher's variables, which must be of the case's world.
+gloo::GlooOptions gloo_options(const Case& config) {
+  gloo::GlooOptions options = gloo::GlooOptions::from_environment();
+  TORCH_CHECK(options.world_size == config.world, "the case needs ", config.world,
+              " ranks; the launcher's WORLD_SIZE is ", options.world_size);
+  return options;
+}
+
+int replay(const Arguments& arguments, const Recording& recording,
+           const std::optional<gloo::GlooOptions>& options) {
   const Case& config = recording.config;
   std::unique_ptr<comm::Runtime> gloo;
-  if (arguments.backend == "gloo") {
-    gloo = gloo::make_runtime(gloo::GlooOptions::from_environment());
-  }
+  if (options) gloo = gloo::make_runtime(*options);
   nlohmann::ordered_json line = {
       {"case", recording.name}, {"backend", arguments.backend}, {"world", config.world}};
   std::optional<Difference> difference;
@@ -143,7 +153,8 @@ int run_tool(int argc, char** argv) {
       "on the same tokens and prints one line of JSON: how far losses, gradient norms, gradients\n"
       "and final parameters are from the recording.\n"
       "Exit code 0: equal within the tolerance for another order of additions; 1: not; 2: bad\n"
-      "input.");
+      "input.",
+      "replay");
   app.add_option("--case", arguments.json, "F.json")->required();
   app.add_option("--backend", arguments.backend,
                  "sim: every rank in this process; gloo: one process a rank, started from here; "
@@ -157,11 +168,15 @@ int run_tool(int argc, char** argv) {
       ->check(CLI::IsMember({"round_robin", "random"}))
       ->capture_default_str();
   app.add_option("--seed", arguments.seed, "of the random schedule")->capture_default_str();
-  app.add_option("--time", arguments.time,
-                 fmt::format("also time this many steps (more than {}, which do not count); F.json "
-                             "alone is enough",
-                             kWarmUp));
+  app.add_option(
+         "--time", arguments.time,
+         fmt::format("also time this many steps (more than {}, which do not count), in ms a "
+                     "step; F.json alone is enough",
+                     kWarmUp))
+      ->check(CLI::Range(int64_t{0}, kMostSteps));
   app.add_flag("--exact", arguments.exact, "exit code 1 unless every bit is equal");
+  Recording recording;
+  std::optional<gloo::GlooOptions> gloo;
   try {
     app.parse(argc, argv);
     TORCH_CHECK(arguments.time == 0 || arguments.time > static_cast<int64_t>(kWarmUp), "--time ",
@@ -169,25 +184,31 @@ int run_tool(int argc, char** argv) {
     TORCH_CHECK(arguments.backend != "gloo" || arguments.order == "gloo_ring", "--order ",
                 arguments.order,
                 ": Gloo folds as gloo_ring; other orders need --backend sim or single");
-    // One intra-op thread: the split of a sum over threads would change its bits.
-    at::set_num_threads(1);
-    const Recording recording = read(arguments);
+    recording = read(arguments);
     if (arguments.backend == "gloo" && std::getenv("RANK") == nullptr) {
       return cli::launch({.processes = static_cast<int>(recording.config.world),
                           .prefix_lines = false,
                           .command = {argv + 1, argv + argc}});
     }
-    return replay(arguments, recording);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? kEqual : kBadInput;
-  } catch (const c10::Error& error) {
-    return fail(kBadInput, error.what_without_backtrace());
+    if (arguments.backend == "gloo") gloo = gloo_options(recording.config);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
   } catch (const std::exception& error) {
-    return fail(kBadInput, error.what());
+    return fail(kBadInput, cli::one_line(error));
   }
+  return replay(arguments, recording, gloo);
 }
 
 }  // namespace
 }  // namespace ppfsdp::golden
 
-int main(int argc, char** argv) { return ppfsdp::golden::run_tool(argc, argv); }
+int main(int argc, char** argv) {
+  try {
+    // One intra-op thread: the split of a sum over threads would change its bits.
+    at::set_num_threads(1);
+    ppfsdp::cli::quieten_libtorch();
+    return ppfsdp::golden::run_tool(argc, argv);
+  } catch (const std::exception& error) {
+    return ppfsdp::cli::report(error);
+  }
+}

@@ -100,8 +100,23 @@ TEST(ReplayErrors, BadInputHasExitCodeTwoAndOneLine) {
     EXPECT_EQ(result.err.find('\n'), result.err.size() - 1) << result.err;
     EXPECT_EQ(result.out, "");
   }
-  EXPECT_EQ(replay("").code, 2);
-  EXPECT_EQ(replay("--case x --backend mpi").code, 2);
+  // Of the command line too; and a launcher's world is known before anybody is waited for.
+  for (const char* arguments : {"", "--case", "--case x --backend mpi", "--case . ",
+                                "--case golden/cases/plain_w1.json --time 99999999999",
+                                "--case golden/cases/plain_w1.json --bakend sim"}) {
+    const Result result = replay(arguments);
+    EXPECT_EQ(result.code, 2) << arguments;
+    EXPECT_EQ(result.err.find("ppfsdp: error: "), 0u) << result.err;
+    EXPECT_EQ(result.err.find('\n'), result.err.size() - 1) << result.err;
+  }
+  setenv("RANK", "0", 1);
+  setenv("WORLD_SIZE", "3", 1);
+  setenv("MASTER_ADDR", "127.0.0.1", 1);
+  setenv("MASTER_PORT", "1", 1);
+  const Result other = replay("--case golden/cases/plain_w1.json --backend gloo");
+  for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) unsetenv(name);
+  EXPECT_EQ(other.code, 2);
+  EXPECT_EQ(other.err, "ppfsdp: error: the case needs 1 ranks; the launcher's WORLD_SIZE is 3\n");
   EXPECT_EQ(replay("--help").code, 0);
 }
 

@@ -51,7 +51,10 @@ void ChildOutput::take(std::string_view bytes) {
 
 void ChildOutput::print(std::string_view line) {
   constexpr std::string_view kError = "ppfsdp: error: ";
-  if (line.starts_with(kError)) last_error_ = line.substr(kError.size());
+  if (line.starts_with(kError)) {
+    last_error_ = line.substr(kError.size());
+    return;
+  }
   const std::string text = prefix_ + std::string(line) + "\n";
   std::fwrite(text.data(), 1, text.size(), out_);
 }

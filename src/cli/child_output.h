@@ -7,7 +7,8 @@
 namespace ppfsdp::cli {
 
 /// Passes on what a child process writes to one of its streams: whole lines, each led by the
-/// child's prefix, in one write, so that the lines of several children never mix.
+/// child's prefix, in one write, so that the lines of several children never mix. The error line
+/// that a child ends with is kept back: of all children's only the one that counts is shown.
 class ChildOutput {
  public:
   /// Reads from `descriptor`, which it closes, and writes to `out`.

@@ -47,9 +47,13 @@ int free_port() {
 /// This process's environment with the launcher's variables in place of any there already.
 std::vector<std::string> environment_of(int rank, int world_size, int port) {
   const std::vector<std::pair<std::string, std::string>> variables = {
-      {"RANK", std::to_string(rank)},       {"WORLD_SIZE", std::to_string(world_size)},
-      {"LOCAL_RANK", std::to_string(rank)}, {"LOCAL_WORLD_SIZE", std::to_string(world_size)},
-      {"MASTER_ADDR", "127.0.0.1"},         {"MASTER_PORT", std::to_string(port)},
+      {"RANK", std::to_string(rank)},
+      {"WORLD_SIZE", std::to_string(world_size)},
+      {"LOCAL_RANK", std::to_string(rank)},
+      {"LOCAL_WORLD_SIZE", std::to_string(world_size)},
+      {"MASTER_ADDR", "127.0.0.1"},
+      {"MASTER_PORT", std::to_string(port)},
+      {kLaunchedVariable, "1"},
   };
   std::vector<std::string> environment;
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -243,7 +247,7 @@ class Launch {
       const int code = code_of(*child);
       const bool obeyed = child != ended_in_failure_.front() &&
                           (code == 128 + SIGTERM || (code == 128 + SIGKILL && killed_));
-      return code == kCommunicationFailure || obeyed;
+      return code == kOtherRankFailed || obeyed;
     };
     const auto found =
         std::find_if_not(ended_in_failure_.begin(), ended_in_failure_.end(), is_victim);
@@ -265,7 +269,7 @@ class Launch {
                  : fmt::format("ended with exit code {}", code);
     }
     std::fputs(fmt::format("ppfsdp: error: rank {}: {}\n", rank, what).c_str(), stderr);
-    return code;
+    return code == kUsage ? kUsage : kFailure;
   }
 
   const LaunchOptions& options_;

@@ -19,12 +19,12 @@ struct LaunchOptions {
 
 /// Runs this binary `processes` times with torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK,
 /// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, passes their output on in whole lines,
-/// and waits for all. When one fails the others are ended, and its error is reported
+/// and waits for all. When one fails the others are ended, and its error alone is reported
 /// (rather than those of ranks that failed since it was gone). SIGINT and SIGTERM are passed on; a
 /// second one kills the processes. They never outlive this process.
 ///
-/// Returns 0, or the failing process's exit code, 128 + n if signal n killed it. Throws
-/// std::runtime_error when a process can't be started.
+/// Returns 0; kUsage if that is how the failing process ended, else kFailure; 128 + n after signal
+/// n to this process. Throws std::runtime_error when a process can't be started.
 int launch(const LaunchOptions& options);
 
 }  // namespace ppfsdp::cli

@@ -32,10 +32,10 @@ int play_rank(const std::vector<std::string>& arguments) {
     fmt::print("port {}\n", std::atoi(std::getenv("MASTER_PORT")) > 0 ? "given" : "missing");
     return 0;
   }
-  if (part == "fail") {  // fail RANK: that rank fails, the others wait until they are ended
+  if (part == "fail") {  // fail RANK CODE: that rank fails, the others wait until they are ended
     if (mine) {
-      fmt::print(stderr, "ppfsdp: error: the reason\n");
-      return 5;
+      fmt::print(stderr, "a warning\nppfsdp: error: the reason\n");
+      return std::stoi(arguments[2]);
     }
     pause();
   }
@@ -52,7 +52,7 @@ int play_rank(const std::vector<std::string>& arguments) {
     }
     while (!fs::exists(arguments[2])) usleep(1000);
     fmt::print(stderr, "ppfsdp: error: a peer is gone\n");
-    return kCommunicationFailure;
+    return kOtherRankFailed;
   }
   if (part == "stubborn") {  // stubborn RANK: that rank fails, the others ignore SIGTERM
     if (mine) return 6;
@@ -111,14 +111,20 @@ TEST(LaunchTest, gives_torchruns_variables_and_prefixes_lines) {
 }
 
 // One rank's failure must end those that would wait for ever, and be the launcher's own.
-TEST(LaunchTest, one_failure_ends_all_with_its_error_and_code) {
+TEST(LaunchTest, one_failure_ends_all_with_its_error) {
   for (const char* rank : {"0", "2"}) {
-    const Result result = run(3, {"fail", rank});
-    EXPECT_EQ(result.code, 5);
-    EXPECT_EQ(result.err, fmt::format("[{0}] ppfsdp: error: the reason\n"
-                                      "ppfsdp: error: rank {0}: the reason\n",
-                                      rank));
+    const Result result = run(3, {"fail", rank, "1"});
+    EXPECT_EQ(result.code, kFailure);
+    EXPECT_EQ(result.err,
+              fmt::format("[{0}] a warning\nppfsdp: error: rank {0}: the reason\n", rank));
   }
+}
+
+// Scripts know two codes: whatever a rank ends with is one of them.
+TEST(LaunchTest, exit_code_is_usage_or_failure) {
+  EXPECT_EQ(run(2, {"fail", "1", std::to_string(kUsage)}).code, kUsage);
+  EXPECT_EQ(run(2, {"fail", "1", std::to_string(kOtherRankFailed)}).code, kFailure);
+  EXPECT_EQ(run(2, {"fail", "1", "77"}).code, kFailure);
 }
 
 // Ranks that lost a peer may end first, but the peer is to be named.
@@ -126,14 +132,13 @@ TEST(LaunchTest, names_the_rank_that_died_not_those_that_noticed) {
   const fs::path ready = fs::temp_directory_path() / fmt::format("launch_test.{}.ready", getpid());
   const Result result = run(3, {"crash", "1", ready.string()});
   fs::remove(ready);
-  EXPECT_EQ(result.code, 128 + SIGKILL);
-  EXPECT_EQ(result.err.substr(result.err.rfind("ppfsdp: error: rank")),
-            "ppfsdp: error: rank 1: was killed by signal 9 (Killed)\n");
+  EXPECT_EQ(result.code, kFailure);
+  EXPECT_EQ(result.err, "ppfsdp: error: rank 1: was killed by signal 9 (Killed)\n");
 }
 
 TEST(LaunchTest, kills_what_does_not_end_in_time) {
   const Result result = run(2, {"stubborn", "1"}, 0.05);
-  EXPECT_EQ(result.code, 6);
+  EXPECT_EQ(result.code, kFailure);
   EXPECT_EQ(result.err, "ppfsdp: error: rank 1: ended with exit code 6\n");
 }
 

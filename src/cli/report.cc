@@ -1,6 +1,8 @@
 #include "src/cli/report.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <fmt/format.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -21,8 +23,9 @@ int exit_code_of(const std::exception& error) {
   } catch (...) {
     return kFailure;
   }
-  if (dynamic_cast<const comm::CommError*>(&error) != nullptr) return kCommunicationFailure;
-  return kFailure;
+  const bool launched = std::getenv(kLaunchedVariable) != nullptr;
+  const bool other_rank = dynamic_cast<const comm::CommError*>(&error) != nullptr;
+  return launched && other_rank ? kOtherRankFailed : kFailure;
 }
 
 }  // namespace
@@ -41,10 +44,19 @@ std::string one_line(const std::exception& error) {
     } else if (!broken || c != ' ') {
       if (broken && !line.empty()) line += ' ';
       broken = false;
-      line += c;
+      const auto byte = static_cast<unsigned char>(c);
+      line += byte < 0x20 || byte == 0x7f ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
     }
   }
   return line;
+}
+
+void quieten_libtorch() {
+  if (std::getenv("TORCH_CPP_LOG_LEVEL") != nullptr) {
+    c10::initLogging();
+  } else {
+    FLAGS_caffe2_log_level = c10::GLOG_ERROR;
+  }
 }
 
 int report(const std::exception& error) {

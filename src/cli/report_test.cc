@@ -13,6 +13,8 @@ namespace {
 
 TEST(ReportTest, one_line_without_a_stack_trace) {
   EXPECT_EQ(one_line(std::runtime_error("a\nb \n\n c\n")), "a b c");
+  // A name in a config file must not clear the user's screen.
+  EXPECT_EQ(one_line(std::runtime_error("a\x1b[2Jb\r")), "a\\x1b[2Jb\\x0d");
   try {
     TORCH_CHECK(false, "what was got\nand what is right");
   } catch (const c10::Error& error) {
@@ -26,7 +28,12 @@ TEST(ReportTest, exit_code_says_whose_fault_it_is) {
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "ppfsdp: error: x\n");
   testing::internal::CaptureStderr();
   EXPECT_EQ(report(std::runtime_error("x")), kFailure);
-  EXPECT_EQ(report(comm::CommError("x")), kCommunicationFailure);
+  EXPECT_EQ(report(comm::CommError("x")), kFailure);
+  // launch must be able to tell the rank that failed from those that noticed.
+  setenv(kLaunchedVariable, "1", 1);
+  EXPECT_EQ(report(comm::CommError("x")), kOtherRankFailed);
+  EXPECT_EQ(report(std::runtime_error("x")), kFailure);
+  unsetenv(kLaunchedVariable);
   testing::internal::GetCapturedStderr();
 }
 

@@ -46,7 +46,13 @@ gloo::GlooOptions gloo_options() {
 train::Config resolve_backend(const train::LoadedConfig& loaded) {
   train::Config config = loaded.config;
   train::CommunicationConfig& communication = config.communication;
-  const bool launched = std::getenv("RANK") != nullptr && std::getenv("WORLD_SIZE") != nullptr;
+  const bool has_rank = std::getenv("RANK") != nullptr;
+  const bool launched = has_rank && std::getenv("WORLD_SIZE") != nullptr;
+  if (has_rank && !launched) {
+    throw ConfigError(
+        "the environment has RANK without WORLD_SIZE: a launcher sets both, and without one "
+        "neither may be set");
+  }
   if (launched && !loaded.given.contains("communication.backend")) communication.backend = "gloo";
   const bool ranks_given = loaded.given.contains("parallelism.ranks");
   int64_t ranks = config.parallelism.ranks;
@@ -69,6 +75,10 @@ train::Config resolve_backend(const train::LoadedConfig& loaded) {
   }
   config.parallelism.ranks = ranks;
   return config;
+}
+
+bool leads(const train::Config& config) {
+  return config.communication.backend != "gloo" || std::string(std::getenv("RANK")) == "0";
 }
 
 void run_ranks(const train::Config& config, const std::function<void(comm::Runtime&)>& fn) {

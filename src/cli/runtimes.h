@@ -14,6 +14,9 @@ namespace ppfsdp::cli {
 /// than the launcher started.
 train::Config resolve_backend(const train::LoadedConfig& loaded);
 
+/// Whether this process holds rank 0, of a config that resolve_backend gave.
+bool leads(const train::Config& config);
+
 /// Runs `fn` once for each rank that this process holds, by communication.backend of a config that
 /// resolve_backend gave: all of the simulated mesh, this process's one of Gloo, or the one of a
 /// world of one. Throws what `fn` throws (see sim::run_world), and CommError when the other ranks

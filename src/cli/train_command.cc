@@ -24,11 +24,6 @@ namespace {
 
 using train::Config;
 
-/// Whether this process holds rank 0, which alone prints and writes metrics.
-bool leads(const Config& config) {
-  return config.communication.backend != "gloo" || std::string(std::getenv("RANK")) == "0";
-}
-
 /// FLOP/s of the devices that the ranks compute on. Ranks on the simulated mesh take turns on one
 /// core; processes have one each, as far as there are cores.
 double peak_flops(const Config& config) {
@@ -67,12 +62,12 @@ void print_start(const Config& config, const nn::LlamaConfig& model,
 int train_command(const ConfigOptions& options) {
   const Config config = read_config(options);
   if (options.print_config) {
-    fmt::print("{}", train::to_toml(config));
+    if (leads(config)) fmt::print("{}", train::to_toml(config));
     return kSuccess;
   }
   const nn::LlamaConfig model = train::model_config(config);
   const train::DataLoader data(config, model.vocab_size);
-  const bool leader = leads(config);
+  const bool leader = leads(config);  // alone prints and writes metrics
   std::unique_ptr<train::Metrics> metrics;
   if (leader) {
     metrics = open_metrics(config, model);

@@ -35,16 +35,29 @@ std::string line_of(const train::StepVerdict& verdict, train::VerifyMode mode) {
 
 }  // namespace
 
-int verify_command(const ConfigOptions& options, train::VerifyMode mode) {
-  const train::Config config = read_config(options);
-  if (options.print_config) {
-    fmt::print("{}", train::to_toml(config));
-    return kSuccess;
-  }
+train::Config read_verify_config(const ConfigOptions& options, train::VerifyMode mode) {
+  train::Config config = read_config(options);
   if (config.communication.backend == "single") {
     throw train::ConfigError(
         "communication.backend = \"single\" shards nothing, so there is nothing to verify; use "
         "\"sim\", or \"gloo\" under a launcher");
+  }
+  if (config.optimizer.implementation == "fused" && config.parallelism.ranks > 1) {
+    throw train::ConfigError(fmt::format(
+        "optimizer.implementation = \"fused\" cannot be verified {} on {} ranks: LibTorch's fused "
+        "kernels round the last elements of a shard otherwise than those before, so parameters "
+        "depend on the sharding in their last bits; use \"foreach\" or \"for-loop\"",
+        mode == train::VerifyMode::kExact ? "bit for bit" : "step by step",
+        config.parallelism.ranks));
+  }
+  return config;
+}
+
+int verify_command(const ConfigOptions& options, train::VerifyMode mode) {
+  const train::Config config = read_verify_config(options, mode);
+  if (options.print_config) {
+    if (leads(config)) fmt::print("{}", train::to_toml(config));
+    return kSuccess;
   }
   const train::DataLoader data(config, train::model_config(config).vocab_size);
   std::string first_difference;

@@ -163,7 +163,7 @@ void FSDPParamGroup::set_reshard_after_forward(ReshardAfterForward value) {
     TORCH_CHECK(*k > 0 && shard_size % *k == 0, "fully_shard: reshard_after_forward = ", *k,
                 " must be a positive divisor of the shard size ", shard_size);
     if (*k == 1) {
-      TORCH_WARN("fully_shard: reshard_after_forward = 1 means false; write false");
+      TORCH_WARN_ONCE("fully_shard: reshard_after_forward = 1 means false; write false");
       value = false;
     } else if (*k == shard_size) {
       value = true;

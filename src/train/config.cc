@@ -7,9 +7,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <fstream>
-#include <sstream>
 
 #include "src/train/config_error.h"
 #include "src/train/config_keys.h"
@@ -121,6 +121,11 @@ class Assign {
 
   // Written so that NaN is out of every range.
   void check_range(double value) const {
+    // Where the range is too wide to be part of every message.
+    if (value > key_.max && std::isfinite(value) &&
+        expected_type(key_).find(" to ") == std::string::npos) {
+      refuse(fmt::format("; at most {}", key_.max));
+    }
     if (!(value >= key_.min && value <= key_.max)) refuse();
   }
 
@@ -262,15 +267,24 @@ void apply_override(const std::string& text, std::set<std::string>& overridden,
   assign(where, key, *table.get("value"), loaded);
 }
 
+constexpr size_t kLargestFile = 1 << 20;
+
 std::string read_file(const std::string& path) {
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) fail(path, std::strerror(errno));
   if (S_ISDIR(status.st_mode)) fail(path, "is a folder; a config is a TOML file");
   std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (!file) fail(path, fmt::format("cannot be read: {}", std::strerror(errno)));
-  return text.str();
+  std::string text;
+  char part[1 << 16];
+  while (file.read(part, sizeof(part)) || file.gcount() > 0) {
+    text.append(part, static_cast<size_t>(file.gcount()));
+    // A device gives bytes for ever.
+    if (text.size() > kLargestFile) fail(path, "is larger than 1 MiB, which is no config");
+  }
+  if (file.bad() || !file.eof()) {
+    fail(path, fmt::format("cannot be read: {}", std::strerror(errno)));
+  }
+  return text;
 }
 
 }  // namespace

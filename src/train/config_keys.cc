@@ -11,10 +11,13 @@
 namespace ppfsdp::train {
 namespace {
 
+constexpr const char* kNamedSize = "the named size's";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Bounds that refuse an infinity.
 constexpr double kLargest = std::numeric_limits<double>::max();
 constexpr double kLargestInt = 9.0e15;
+// Bounds of the model's dimensions are far above any model and keep a count of its parameters, and
+// six times that, below 2^63.
 
 #define PPFSDP_FIELD(member) [](Config& config) -> Field { return &config.member; }
 
@@ -42,17 +45,16 @@ std::vector<Key> make_keys() {
              "Named size; the other keys of [model] change what it says.",
              {"debug", "llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b",
               "llama3-405b"}),
-      number("model.dim", PPFSDP_FIELD(model.dim), "", "Width of the residual stream.", 1,
-             kLargestInt),
-      number("model.layers", PPFSDP_FIELD(model.layers), "", "Transformer blocks.", 1, 100000),
+      number("model.dim", PPFSDP_FIELD(model.dim), "", "Width of the residual stream.", 1, 1 << 22),
+      number("model.layers", PPFSDP_FIELD(model.layers), "", "Transformer blocks.", 1, 4096),
       number("model.heads", PPFSDP_FIELD(model.heads), "", "Query heads; must divide dim.", 1,
-             kLargestInt),
+             1 << 22),
       number("model.kv_heads", PPFSDP_FIELD(model.kv_heads), "",
-             "Key and value heads; must divide heads.", 1, kLargestInt),
+             "Key and value heads; must divide heads.", 1, 1 << 22),
       number("model.hidden", PPFSDP_FIELD(model.hidden), "", "Width of the feed-forward layer.", 1,
-             kLargestInt),
+             1 << 24),
       number("model.vocab", PPFSDP_FIELD(model.vocab), "tokens",
-             "Vocabulary; text is read as bytes and needs 256.", 1, kLargestInt),
+             "Vocabulary; text is read as bytes and needs 256.", 1, 1 << 26),
       number("model.rope_theta", PPFSDP_FIELD(model.rope_theta), "",
              "Base of the rotary embedding.", 1, kLargest),
       plain("model.tied", PPFSDP_FIELD(model.tied),
@@ -247,7 +249,12 @@ const std::vector<Key>& config_keys() {
 std::string expected_type(const Key& key) {
   Config config;
   const auto integer = [&](auto*) { return "an integer" + range_text(key); };
-  const auto number = [&](auto*) { return "a number" + range_text(key); };
+  const auto number = [&](auto*) {
+    const bool takes_infinity = key.max == kInfinity;
+    const bool bounded = key.max < kLargestInt;
+    return (takes_infinity || bounded ? "a number" : "a finite number") + range_text(key) +
+           (takes_infinity ? ", or inf" : "");
+  };
   const auto boolean = [](auto*) { return std::string("true or false"); };
   return std::visit(
       Overloaded{
@@ -347,8 +354,10 @@ std::string describe_keys() {
     }
     std::string value(key.default_text);
     if (value.empty()) value = value_as_toml(key.field(defaults));
-    if (value.empty()) value = "the named size's";
-    const std::string unit = key.unit.empty() ? "" : fmt::format(" {}", key.unit);
+    if (value.empty()) value = kNamedSize;
+    const std::string unit = key.unit.empty()      ? ""
+                             : value == kNamedSize ? fmt::format(" ({})", key.unit)
+                                                   : fmt::format(" {}", key.unit);
     out += fmt::format("  {} = {}{}\n", key.key(), value, unit);
     out += wrapped(fmt::format("{} Takes {}.", key.help, expected_type(key)), 6, 100);
   }

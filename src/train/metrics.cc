@@ -101,11 +101,13 @@ double physical_memory_bytes() {
 }  // namespace
 
 std::string console_line(const StepRecord& record) {
+  // The sign of a NaN means nothing, but would be printed.
+  const auto plain = [](double value) { return std::isnan(value) ? std::abs(value) : value; };
   const double memory = static_cast<double>(record.memory_bytes);
   return fmt::format(
       "step: {:2}  loss: {:7.4f}  grad_norm: {:7.4f}  lr: {:.2e}  tokens/s: {}  mfu: {:.1f}%  "
       "memory: {:.2f}GiB({:.1f}%)  time: {:.1f}ms",
-      record.step, record.loss, record.grad_norm, record.lr,
+      record.step, plain(record.loss), plain(record.grad_norm), record.lr,
       with_commas(std::llround(record.tokens_per_second)), record.mfu * 100, memory / kGiB,
       memory / physical_memory_bytes() * 100, record.step_seconds * 1e3);
 }
@@ -207,9 +209,11 @@ void Metrics::draw_bar() {
   const double left = total_seconds_ / static_cast<double>(last_.step) *
                       static_cast<double>(scale_.steps - last_.step);
   const int64_t seconds = std::llround(left);
-  std::fputs(fmt::format("\r[{}{}] {}/{}  {}:{:02} left\x1b[K", std::string(filled, '='),
-                         std::string(kWidth - filled, ' '), last_.step, scale_.steps, seconds / 60,
-                         seconds % 60)
+  const std::string time = seconds < 3600 ? fmt::format("{}:{:02}", seconds / 60, seconds % 60)
+                                          : fmt::format("{}:{:02}:{:02}", seconds / 3600,
+                                                        seconds / 60 % 60, seconds % 60);
+  std::fputs(fmt::format("\r[{}{}] {}/{}  {} left\x1b[K", std::string(filled, '='),
+                         std::string(kWidth - filled, ' '), last_.step, scale_.steps, time)
                  .c_str(),
              err_);
   std::fflush(err_);

@@ -1,7 +1,11 @@
 #include "src/train/metrics.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -91,6 +95,33 @@ TEST_F(MetricsTest, logs_every_few_steps_and_the_last) {
   const std::string text = printed();
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 3);
   EXPECT_EQ(text.find('\r'), std::string::npos) << "a bar must not go to what is no terminal";
+}
+
+// The sign of a NaN differs between machines and means nothing.
+TEST_F(MetricsTest, nan_has_no_sign) {
+  const std::string line = console_line({1, -std::nan(""), -std::nan(""), 0, 1, 1, 0, 1});
+  EXPECT_NE(line.find("loss: nan"), std::string::npos) << line;
+  EXPECT_NE(line.find("grad_norm: nan"), std::string::npos) << line;
+}
+
+TEST_F(MetricsTest, terminal_gets_a_bar_that_is_wiped) {
+  const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+  ASSERT_GE(terminal, 0);
+  ASSERT_EQ(grantpt(terminal) | unlockpt(terminal), 0);
+  std::FILE* user = std::fopen(ptsname(terminal), "w");
+  ASSERT_NE(user, nullptr);
+  {
+    Metrics metrics(config_, {100000, 1, 0, 0}, out_, user);
+    metrics.step(10000, 1, 1, 1, 20000);
+    metrics.finish();
+  }
+  char shown[256] = {};
+  ASSERT_GT(read(terminal, shown, sizeof(shown) - 1), 0);
+  std::fclose(user);
+  close(terminal);
+  // 90000 steps of 2 s are left.
+  EXPECT_EQ(std::string(shown),
+            "\r[===                           ] 10000/100000  50:00:00 left\x1b[K\r\x1b[K");
 }
 
 // After Ctrl-C the steps that were done must not be lost to log_every.

@@ -36,6 +36,9 @@ OutputFile::OutputFile(std::string key, std::string path, IfExists if_exists)
   if (if_exists == IfExists::kError) flags |= O_EXCL;
   if (if_exists == IfExists::kOverwrite) flags |= O_TRUNC;
   const bool existed = std::filesystem::exists(path_, error);
+  if (std::filesystem::is_directory(path_, error)) {
+    throw ConfigError(fmt::format("{}: {} is a folder; name a file", key_, path_));
+  }
   descriptor_ = open(path_.c_str(), flags, 0666);
   if (descriptor_ < 0 && errno == EEXIST) {
     throw ConfigError(fmt::format(

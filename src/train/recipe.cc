@@ -1,6 +1,7 @@
 #include "src/train/recipe.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
@@ -53,6 +54,11 @@ nn::LlamaConfig model_config(const Config& config) {
 
 void check_config(const Config& config) {
   model_config(config);
+  try {
+    make_optimizer(config, {at::zeros({1})});
+  } catch (const c10::Error& error) {
+    throw ConfigError(fmt::format("[optimizer]: {}", error.what_without_backtrace()));
+  }
   const int ranks = static_cast<int>(config.parallelism.ranks);
   rank_rows(config.training, ranks, 0, 0);
   const int* kept = std::get_if<int>(&config.parallelism.reshard_after_forward);

@@ -93,6 +93,7 @@ class OpenFile {
 TokenData::TokenData(const std::vector<std::string>& patterns, TokenType type) : type_(type) {
   std::vector<std::string> paths;
   for (const std::string& pattern : patterns) {
+    if (pattern.empty()) throw ConfigError("data.files: a path is empty");
     const std::vector<std::string> found = expand_glob(pattern);
     if (found.empty()) fail(pattern, "no file matches");
     paths.insert(paths.end(), found.begin(), found.end());

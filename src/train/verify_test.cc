@@ -3,7 +3,12 @@
 #include <ATen/core/grad_mode.h>
 #include <rapidcheck.h>
 
+#include <cstdint>
 #include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "sim/mesh/world.h"
 #include "src/dtensor/dtensor.h"
@@ -13,6 +18,79 @@
 
 namespace ppfsdp::train {
 namespace {
+
+/// Passes on all calls; flips the last bit of the first element that the `faulty`-th reduce-scatter
+/// of this rank gives.
+class FaultyWorld : public comm::Communicator {
+ public:
+  FaultyWorld(comm::CommunicatorPtr inner, int faulty)
+      : Communicator(inner->name(), inner->ranks(), inner->rank()),
+        inner_(std::move(inner)),
+        faulty_(faulty) {}
+
+ private:
+  void do_all_gather_into(const at::Tensor& output, const at::Tensor& input,
+                          comm::Stream& stream) override {
+    inner_->all_gather_into(output, input, stream);
+  }
+  void do_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                         const comm::ReduceOp& op, comm::Stream& stream) override {
+    inner_->reduce_scatter(output, input, op, stream);
+    if (count_++ != faulty_) return;
+    stream.run([output] { *reinterpret_cast<uint32_t*>(output.data_ptr<float>()) ^= 1; });
+  }
+  void do_all_reduce(const at::Tensor& tensor, const comm::ReduceOp& op,
+                     comm::Stream& stream) override {
+    inner_->all_reduce(tensor, op, stream);
+  }
+  void do_broadcast(const at::Tensor& tensor, int root, comm::Stream& stream) override {
+    inner_->broadcast(tensor, root, stream);
+  }
+  void do_all_to_all(const at::Tensor& output, const at::Tensor& input,
+                     const std::vector<int64_t>& output_splits,
+                     const std::vector<int64_t>& input_splits, comm::Stream& stream) override {
+    inner_->all_to_all(output, input, output_splits, input_splits, stream);
+  }
+  void do_send(const at::Tensor& tensor, int peer, comm::Stream& stream) override {
+    inner_->send(tensor, peer, stream);
+  }
+  void do_recv(const at::Tensor& tensor, int peer, comm::Stream& stream) override {
+    inner_->recv(tensor, peer, stream);
+  }
+  void do_barrier() override { inner_->barrier(); }
+  comm::CommunicatorPtr do_subgroup(const std::vector<int>& members,
+                                    const std::string& name) override {
+    return inner_->subgroup(members, name);
+  }
+
+  comm::CommunicatorPtr inner_;
+  int faulty_;
+  int count_ = 0;
+};
+
+class FaultyRuntime : public comm::Runtime {
+ public:
+  FaultyRuntime(comm::Runtime& inner, int faulty)
+      : inner_(inner), world_(std::make_shared<FaultyWorld>(inner.world(), faulty)) {}
+
+  int rank() const override { return inner_.rank(); }
+  int world_size() const override { return inner_.world_size(); }
+  c10::Device device() const override { return inner_.device(); }
+  std::string backend() const override { return inner_.backend(); }
+  comm::ReductionOrder reduction_order() const override { return inner_.reduction_order(); }
+  const comm::CommunicatorPtr& world() override { return world_; }
+  comm::Stream& compute_stream() override { return inner_.compute_stream(); }
+  std::shared_ptr<comm::Stream> create_stream(const std::string& name,
+                                              comm::StreamPriority priority) override {
+    return inner_.create_stream(name, priority);
+  }
+  void free_storage(const at::Tensor& tensor) override { inner_.free_storage(tensor); }
+  void alloc_storage(const at::Tensor& tensor) override { inner_.alloc_storage(tensor); }
+
+ private:
+  comm::Runtime& inner_;
+  comm::CommunicatorPtr world_;
+};
 
 class VerifyTest : public FolderTest {
  protected:
@@ -157,6 +235,29 @@ TEST_F(VerifyTest, stale_shard_names_parameter_step_and_rank) {
     EXPECT_NE(verdicts[1].first_difference.find(" at [6, 0] ("), std::string::npos)
         << verdicts[1].first_difference;
   }
+}
+
+// The smallest fault that communication can make: one bit of one element on one rank. Three groups
+// reduce a step, so the fifth is in the second step.
+TEST_F(VerifyTest, one_flipped_bit_of_a_reduction_names_parameter_step_and_rank) {
+  // The clip coefficient would spread it over all gradients.
+  config_.training.max_norm = 0;
+  const DataLoader data(config_, 256);
+  std::vector<StepVerdict> verdicts;
+  sim::run_world(4, {}, [&](comm::Runtime& runtime) {
+    const int never = -1;
+    FaultyRuntime faulty(runtime, runtime.rank() == 2 ? 4 : never);
+    Verifier verifier(config_, data, faulty, VerifyMode::kExact);
+    for (int64_t step = 0; step < 2; ++step) {
+      if (auto verdict = verifier.step()) verdicts.push_back(*verdict);
+    }
+  });
+  ASSERT_EQ(verdicts.size(), 2u);
+  EXPECT_EQ(verdicts[0].first_difference, "");
+  EXPECT_EQ(verdicts[1].gradient_ulps, 1u);
+  const std::string& said = verdicts[1].first_difference;
+  EXPECT_EQ(said.find("step 2: the gradient layers."), 0u) << said;
+  EXPECT_NE(said.find(" on rank 2 is "), std::string::npos) << said;
 }
 
 }  // namespace
