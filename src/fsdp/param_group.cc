@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -48,6 +49,10 @@ at::ScalarType lay_out(const std::vector<FSDPParam>& params, at::ScalarType FSDP
     layout.params[index] = {product(param.sizes, 0) * unit, chunk, layout.part};
     layout.part += chunk;
   }
+  if (!uniform) {
+    // Every rank's part starts aligned for the widest dtype.
+    layout.part = (layout.part + kAlignment - 1) / kAlignment * kAlignment;
+  }
   return uniform ? params.front().*dtype : at::kByte;
 }
 
@@ -67,14 +72,28 @@ FSDPParamGroup::FSDPParamGroup(std::vector<FSDPParam> params, const FullyShardOp
   shard_parameters(originals);
 }
 
+// The orders that prefetching follows outlive a module that is taken out of the model.
+FSDPParamGroup::~FSDPParamGroup() {
+  if (context_ != nullptr) {
+    for (auto* order :
+         {&context_->forward_order, &context_->running_order, &context_->post_forward_order}) {
+      std::replace(order->begin(), order->end(), this, static_cast<FSDPParamGroup*>(nullptr));
+    }
+  }
+}
+
 void FSDPParamGroup::set_layouts() {
   casts_ = false;
   for (FSDPParam& param : params_) {
-    param.compute_dtype = mp_policy_.param_dtype.value_or(param.dtype);
+    // Integers, such as quantised weights, mean something else in another dtype.
+    param.compute_dtype = at::isFloatingType(param.dtype)
+                              ? mp_policy_.param_dtype.value_or(param.dtype)
+                              : param.dtype;
     casts_ = casts_ || param.compute_dtype != param.dtype;
   }
   shard_dtype_ = lay_out(params_, &FSDPParam::dtype, world(), world(), shard_layout_);
   gather_dtype_ = lay_out(params_, &FSDPParam::compute_dtype, world(), world(), gather_layout_);
+  post_forward_layout_ = {};
 }
 
 at::Tensor FSDPParamGroup::local_view(size_t index) const {
@@ -111,6 +130,8 @@ void FSDPParamGroup::shard_parameters(const std::vector<at::Tensor>& originals) 
 }
 
 void FSDPParamGroup::make_unsharded_parameters() {
+  // They serve training too, though inference may be the first to need them.
+  const c10::InferenceMode no_inference(false);
   const c10::NoGradGuard no_grad;
   int64_t total = 0;
   std::vector<int64_t> offsets;
@@ -199,12 +220,17 @@ bool FSDPParamGroup::parameters_were_replaced() const {
 
 // After Module::to(dtype), set_data and the like the parameters live elsewhere: lay them out anew.
 void FSDPParamGroup::adopt_replaced_parameters() {
+  const c10::InferenceMode no_inference(false);
   const c10::NoGradGuard no_grad;
   if (state_ != State::kSharded) {
     to_sharded();
   }
   std::vector<at::Tensor> locals;
   for (FSDPParam& param : params_) {
+    TORCH_CHECK(!param.unsharded.defined() || !param.unsharded.grad().defined(),
+                "fully_shard: parameter '", param.fqn,
+                "' was replaced (Module::to, set_data) while unsharded gradients wait for their "
+                "reduction; replace it after a backward that synchronises gradients");
     locals.push_back(dtensor::local_of(param.sharded));
     param.dtype = locals.back().scalar_type();
   }
@@ -245,17 +271,26 @@ at::Tensor FSDPParamGroup::gather_input(const at::Tensor& output) {
 }
 
 void FSDPParamGroup::unshard() {
-  if (pending_.has_value()) {
-    return;
-  }
   if (parameters_were_replaced()) {
+    drop_unused_all_gather();
     adopt_replaced_parameters();
   }
+  // The optimizer (or a load) may have changed the shards since: what was gathered is out of date.
   const int64_t versions = shard_versions();
-  if (state_ != State::kSharded && versions != gathered_versions_) {
-    // The optimizer (or a load) changed the shards since: what was gathered is out of date.
-    context_->all_gathers_wait(context_->runtime.compute_stream().record());
-    to_sharded();
+  if (pending_.has_value()) {
+    if (versions == pending_->versions) {
+      return;
+    }
+    drop_unused_all_gather();
+  }
+  if (versions != gathered_versions_) {
+    if (context_->forward_root == nullptr) {
+      // Forward waits for the change when it begins.
+      context_->all_gathers_wait(context_->runtime.compute_stream().record());
+    }
+    if (state_ != State::kSharded) {
+      to_sharded();
+    }
   }
   if (state_ == State::kUnsharded) {
     return;
@@ -410,24 +445,30 @@ FSDPParamGroup* FSDPParamGroup::next_in_backward() {
   }
   const size_t index = post_forward_indices_.back();
   post_forward_indices_.pop_back();
-  return index > 0 ? context_->post_forward_order[index - 1] : nullptr;
+  const auto& order = context_->post_forward_order;
+  return index > 0 && index <= order.size() ? order[index - 1] : nullptr;
 }
 
-void FSDPParamGroup::pre_forward() {
+void FSDPParamGroup::pre_forward(bool recomputes) {
   training_state_ = TrainingState::kForward;
-  context_->running_order.push_back(this);
   unshard();
   wait_for_unshard();
+  if (recomputes) {
+    return;
+  }
+  context_->running_order.push_back(this);
   if (FSDPParamGroup* next = next_in_forward()) {
     next->unshard();
   }
 }
 
-void FSDPParamGroup::post_forward() {
-  reshard();
-  if (c10::GradMode::is_enabled()) {
-    post_forward_indices_.push_back(context_->post_forward_order.size());
-    context_->post_forward_order.push_back(this);
+void FSDPParamGroup::post_forward(bool recomputes) {
+  if (!recomputes) {
+    reshard();
+    if (c10::GradMode::is_enabled()) {
+      post_forward_indices_.push_back(context_->post_forward_order.size());
+      context_->post_forward_order.push_back(this);
+    }
   }
   training_state_ = TrainingState::kIdle;
 }
@@ -441,6 +482,15 @@ void FSDPParamGroup::pre_backward() {
   wait_for_unshard();
   if (FSDPParamGroup* next = next_in_backward()) {
     next->unshard();
+  }
+}
+
+void FSDPParamGroup::drop_unsharded_gradients() {
+  for (FSDPParam& param : params_) {
+    param.accumulated_grad.reset();
+    if (param.unsharded.defined()) {
+      param.unsharded.mutable_grad().reset();
+    }
   }
 }
 

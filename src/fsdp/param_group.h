@@ -64,6 +64,7 @@ class FSDPParamGroup {
   enum class TrainingState { kIdle, kForward, kPreBackward, kPostBackward };
 
   FSDPParamGroup(std::vector<FSDPParam> params, const FullyShardOptions& options);
+  ~FSDPParamGroup();
   FSDPParamGroup(const FSDPParamGroup&) = delete;
   FSDPParamGroup& operator=(const FSDPParamGroup&) = delete;
 
@@ -80,14 +81,17 @@ class FSDPParamGroup {
   /// Frees the unsharded parameters.
   void reshard();
 
-  void pre_forward();
-  void post_forward();
+  /// `recomputes`: the forward runs inside backward, which needs the parameters next.
+  void pre_forward(bool recomputes);
+  void post_forward(bool recomputes);
   void pre_backward();
   void post_backward();
   /// At the end of backward: drops an all-gather that nothing used, forgets backward's order.
   void finalize_backward();
   /// Drops an all-gather in flight whose result nobody took.
   void drop_unused_all_gather();
+  /// Drops the gradients that wait for their reduction.
+  void drop_unsharded_gradients();
 
   TrainingState training_state() const { return training_state_; }
   void set_training_state(TrainingState state) { training_state_ = state; }

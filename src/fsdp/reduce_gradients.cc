@@ -106,6 +106,7 @@ void FSDPParamGroup::reduce_gradients() {
                 params.front()->fqn, "' has ", dtype, ", '", param->fqn, "' has ", param->dtype);
   }
   if (world() == 1) {
+    context_->reduce_scatter->wait(context_->runtime.compute_stream().record());
     for (size_t i = 0; i < params.size(); ++i) {
       add_sharded_gradient(*params[i], grads[i].to(reduce_dtype).to(dtype).contiguous());
     }

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <functional>
@@ -55,6 +56,19 @@ void collect_states(torch::nn::Module& module, const std::string& name,
   }
 }
 
+/// A forward inside backward recomputes what activation checkpointing dropped.
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+/// The state that a hook of the graph belongs to. Without it the memory of the parameters that
+/// backward reads is gone too.
+std::shared_ptr<FSDPState> alive(const std::weak_ptr<FSDPState>& weak) {
+  std::shared_ptr<FSDPState> state = weak.lock();
+  TORCH_CHECK(state != nullptr,
+              "fully_shard: backward through a module that has been destroyed since its forward; "
+              "keep the model until backward has run");
+  return state;
+}
+
 void cast_floating(const nn::Module::TensorRefs& tensors, at::ScalarType dtype) {
   for (at::Tensor* tensor : tensors) {
     if (at::isFloatingType(tensor->scalar_type()) && tensor->scalar_type() != dtype) {
@@ -68,6 +82,16 @@ void cast_floating(const nn::Module::TensorRefs& tensors, at::ScalarType dtype) 
 FSDPState::FSDPState(nn::Module& module, const FullyShardOptions& options,
                      std::unique_ptr<FSDPParamGroup> group)
     : module_(&module), options_(options), group_(std::move(group)) {}
+
+// What outlives its root may run again, below a root of its own.
+FSDPState::~FSDPState() {
+  for (const std::weak_ptr<FSDPState>& weak : all_states_) {
+    if (const auto state = weak.lock()) {
+      state->root_ = nullptr;
+      state->is_root_.reset();
+    }
+  }
+}
 
 void FSDPState::install_hooks() {
   module_->register_forward_pre_hook(
@@ -108,7 +132,7 @@ void FSDPState::lazy_init() {
     state->root_ = this;
     state->is_root_ = state == this;
     state->context_ = context_;
-    all_states_.push_back(state);
+    all_states_.push_back(state->weak_from_this());
     if (state->group_ == nullptr) {
       continue;
     }
@@ -122,37 +146,47 @@ void FSDPState::lazy_init() {
 
 void FSDPState::begin_forward() {
   lazy_init();
-  if (context_->forward_root != nullptr && !*is_root_) {
+  if (inside_backward() || (context_->forward_root != nullptr && !*is_root_)) {
     return;
   }
+  root_->forget_failed_backward();
   context_->forward_root = this;
   context_->running_order.clear();
-  // Left over from a forward or backward that an exception ended.
-  for (FSDPState* state : root_->all_states_) {
+  // Left over from a forward that an exception ended.
+  for (const std::weak_ptr<FSDPState>& weak : root_->all_states_) {
+    const auto state = weak.lock();
+    if (state == nullptr) {
+      continue;
+    }
     state->training_state_ = TrainingState::kIdle;
     if (state->group_ != nullptr) {
       state->group_->set_training_state(TrainingState::kIdle);
       state->group_->drop_unused_all_gather();
     }
   }
-  root_->final_callback_queued_ = false;
   // The optimizer's writes come before the gathers that read them.
   context_->all_gathers_wait(context_->runtime.compute_stream().record());
 }
 
 void FSDPState::pre_forward(const nn::Module::TensorRefs& inputs) {
-  if (training_state_ == TrainingState::kPreBackward) {
-    return;  // recomputation inside backward: pre_backward has unsharded already
-  }
   begin_forward();
-  training_state_ = TrainingState::kForward;
   if (options_.mp_policy.cast_forward_inputs && options_.mp_policy.param_dtype.has_value()) {
     cast_floating(inputs, *options_.mp_policy.param_dtype);
   }
+  if (training_state_ == TrainingState::kPreBackward) {
+    // Recomputation for the module's own backward, whose hooks do the rest. The post-backward of
+    // another use may have freed the parameters since.
+    if (group_ != nullptr) {
+      group_->unshard();
+      group_->wait_for_unshard();
+    }
+    return;
+  }
+  training_state_ = TrainingState::kForward;
   if (group_ == nullptr) {
     return;
   }
-  group_->pre_forward();
+  group_->pre_forward(inside_backward());
   if (!c10::GradMode::is_enabled()) {
     return;
   }
@@ -166,11 +200,7 @@ void FSDPState::pre_forward(const nn::Module::TensorRefs& inputs) {
     return;  // the root's final callback reduces this group's gradients
   }
   const std::weak_ptr<FSDPState> weak = weak_from_this();
-  const std::function<void()> post_backward = [weak] {
-    if (const auto state = weak.lock()) {
-      state->post_backward();
-    }
-  };
+  const std::function<void()> post_backward = [weak] { alive(weak)->post_backward(); };
   const variable_list passed = PostBackward::apply(post_backward, at::TensorList(differentiable));
   size_t next = 0;
   for (at::Tensor* input : inputs) {
@@ -181,26 +211,21 @@ void FSDPState::pre_forward(const nn::Module::TensorRefs& inputs) {
 }
 
 void FSDPState::post_forward(const nn::Module::TensorRefs& outputs) {
-  if (training_state_ == TrainingState::kPreBackward) {
-    return;
-  }
-  if (group_ != nullptr) {
-    group_->post_forward();
-  }
-  for (const at::Tensor* output : outputs) {
-    if (output->requires_grad()) {
-      const std::weak_ptr<FSDPState> weak = weak_from_this();
-      output->register_hook([weak](const at::Tensor&) {
-        if (const auto state = weak.lock()) {
-          state->pre_backward();
-        }
-      });
+  if (training_state_ != TrainingState::kPreBackward) {
+    if (group_ != nullptr) {
+      group_->post_forward(inside_backward());
     }
-  }
-  training_state_ = TrainingState::kIdle;
-  if (context_->forward_root == this) {
-    context_->forward_root = nullptr;
-    context_->forward_order = context_->running_order;
+    for (const at::Tensor* output : outputs) {
+      if (output->requires_grad()) {
+        const std::weak_ptr<FSDPState> weak = weak_from_this();
+        output->register_hook([weak](const at::Tensor&) { alive(weak)->pre_backward(); });
+      }
+    }
+    training_state_ = TrainingState::kIdle;
+    if (context_->forward_root == this) {
+      context_->forward_root = nullptr;
+      context_->forward_order = context_->running_order;
+    }
   }
   if (options_.mp_policy.output_dtype.has_value()) {
     cast_floating(outputs, *options_.mp_policy.output_dtype);
@@ -208,8 +233,11 @@ void FSDPState::post_forward(const nn::Module::TensorRefs& outputs) {
 }
 
 void FSDPState::pre_backward() {
-  training_state_ = TrainingState::kPreBackward;
+  TORCH_CHECK(root_ != nullptr,
+              "fully_shard: backward through a module whose root has been destroyed since its "
+              "forward; keep the model until backward has run");
   root_->queue_final_callback();
+  training_state_ = TrainingState::kPreBackward;
   if (group_ != nullptr) {
     group_->pre_backward();
   }
@@ -223,11 +251,15 @@ void FSDPState::post_backward() {
 }
 
 void FSDPState::queue_final_callback() {
-  if (final_callback_queued_) {
+  if (!backward_.expired()) {
     return;
   }
-  final_callback_queued_ = true;
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+  forget_failed_backward();
+  backward_began_ = true;
+  // Autograd drops its callbacks when backward ends, be it by an exception.
+  const auto backward = std::make_shared<char>();
+  backward_ = backward;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), backward] {
     if (const auto state = weak.lock()) {
       state->end_backward();
     }
@@ -237,12 +269,15 @@ void FSDPState::queue_final_callback() {
 void FSDPState::end_backward() {
   // Deepest first, as backward itself would have gone.
   for (auto it = all_states_.rbegin(); it != all_states_.rend(); ++it) {
-    FSDPState& state = **it;
-    FSDPParamGroup* group = state.group_.get();
+    const auto state = it->lock();
+    if (state == nullptr) {
+      continue;
+    }
+    FSDPParamGroup* group = state->group_.get();
     if (group != nullptr && group->training_state() != TrainingState::kPostBackward) {
       group->post_backward();
     }
-    state.training_state_ = TrainingState::kIdle;
+    state->training_state_ = TrainingState::kIdle;
     if (group != nullptr) {
       group->set_training_state(TrainingState::kIdle);
       if (is_last_backward_) {
@@ -254,7 +289,30 @@ void FSDPState::end_backward() {
     context_->post_forward_order.clear();
     context_->finish_reduce();
   }
-  final_callback_queued_ = false;
+  backward_began_ = false;
+  backward_.reset();
+}
+
+// An exception ended the last backward: what gradients it left unreduced belong to no step.
+void FSDPState::forget_failed_backward() {
+  if (!backward_began_ || !backward_.expired()) {
+    return;
+  }
+  for (const std::weak_ptr<FSDPState>& weak : all_states_) {
+    const auto state = weak.lock();
+    if (state == nullptr) {
+      continue;
+    }
+    state->training_state_ = TrainingState::kIdle;
+    if (state->group_ != nullptr) {
+      state->group_->set_training_state(TrainingState::kIdle);
+      state->group_->drop_unsharded_gradients();
+      state->group_->finalize_backward();
+    }
+  }
+  context_->post_forward_order.clear();
+  context_->finish_reduce();
+  backward_began_ = false;
 }
 
 void FSDPState::set_is_last_backward(bool value) {

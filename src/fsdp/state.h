@@ -20,6 +20,10 @@ class FSDPState : public nn::ModuleExtension, public std::enable_shared_from_thi
   FSDPState(nn::Module& module, const FullyShardOptions& options,
             std::unique_ptr<FSDPParamGroup> group);
 
+  ~FSDPState() override;
+  FSDPState(const FSDPState&) = delete;
+  FSDPState& operator=(const FSDPState&) = delete;
+
   /// Installs the forward hooks; the module keeps the state alive.
   void install_hooks();
 
@@ -41,6 +45,7 @@ class FSDPState : public nn::ModuleExtension, public std::enable_shared_from_thi
   void post_backward();
   void queue_final_callback();
   void end_backward();
+  void forget_failed_backward();
 
   nn::Module* module_;
   FullyShardOptions options_;
@@ -52,9 +57,12 @@ class FSDPState : public nn::ModuleExtension, public std::enable_shared_from_thi
   FSDPState* root_ = nullptr;
   std::shared_ptr<CommContext> context_;
 
-  /// Of the root only.
-  std::vector<FSDPState*> all_states_;
-  bool final_callback_queued_ = false;
+  /// Of the root only: itself and the states below. A module may go before the root does.
+  std::vector<std::weak_ptr<FSDPState>> all_states_;
+  /// Of the root: whether a backward has begun and not ended; and what lives as long as autograd
+  /// runs it.
+  bool backward_began_ = false;
+  std::weak_ptr<void> backward_;
   bool is_last_backward_ = true;
 };
 
