@@ -23,6 +23,7 @@
 #include "sim/mesh/world.h"
 #include "src/cli/launch.h"
 #include "src/cli/report.h"
+#include "src/comm/host_memory.h"
 
 namespace ppfsdp::golden {
 namespace {
@@ -204,6 +205,7 @@ int run_tool(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
+    ppfsdp::comm::keep_freed_memory();
     // One intra-op thread: the split of a sum over threads would change its bits.
     at::set_num_threads(1);
     ppfsdp::cli::quieten_libtorch();

@@ -14,6 +14,7 @@
 #include "src/cli/report.h"
 #include "src/cli/train_command.h"
 #include "src/cli/verify_command.h"
+#include "src/comm/host_memory.h"
 #include "src/train/config_error.h"
 
 namespace ppfsdp::cli {
@@ -75,6 +76,7 @@ int run(const CommandLine& line) {
 int main(int argc, char** argv) {
   try {
     // One thread: part of every claim to equal bits, and ranks are the parallelism.
+    ppfsdp::comm::keep_freed_memory();
     at::set_num_threads(1);
     ppfsdp::cli::quieten_libtorch();
     const auto line = ppfsdp::cli::parse_command_line({argv + 1, argv + argc});

@@ -17,6 +17,7 @@
 
 #include "src/dtensor/dtensor.h"
 #include "src/optim/local_part.h"
+#include "src/optim/neighbours.h"
 
 namespace ppfsdp::optim {
 namespace {
@@ -100,6 +101,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
     locals.push_back(local_part(grad));
     note_write(grad);
   }
+  locals = join_neighbours(locals);
   if (foreach) {
     at::_foreach_mul_(locals, factor);
   } else {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
@@ -13,6 +14,7 @@
 
 #include "src/dtensor/dtensor.h"
 #include "src/optim/local_part.h"
+#include "src/optim/neighbours.h"
 
 namespace ppfsdp::optim {
 Optimizer::Optimizer(std::string name, std::vector<at::Tensor> parameters, double lr,
@@ -86,8 +88,80 @@ at::Tensor Optimizer::local_grad(size_t index) const {
   return dtensor::local_of(dtensor::redistribute(grad, wanted->placements));
 }
 
+// The states of neighbours are made neighbours.
+void Optimizer::create_states() {
+  if (states_.empty()) return;
+  const auto wanted = [&](size_t i) {
+    return parameters_[i].grad().defined() && !states_[0][i].defined();
+  };
+  for (size_t begin = 0; begin < parameters_.size();) {
+    if (!wanted(begin)) {
+      ++begin;
+      continue;
+    }
+    size_t end = begin + 1;
+    int64_t numel = local_part(parameters_[begin]).numel();
+    while (end < parameters_.size() && wanted(end) &&
+           follows(local_part(parameters_[end - 1]), local_part(parameters_[end]))) {
+      numel += local_part(parameters_[end++]).numel();
+    }
+    for (std::vector<at::Tensor>& states : states_) {
+      if (end == begin + 1) {
+        states[begin] = at::zeros_like(parameters_[begin]);
+        continue;
+      }
+      const at::Tensor flat = at::zeros({numel}, local_part(parameters_[begin]).options());
+      int64_t offset = 0;
+      for (size_t i = begin; i < end; ++i) {
+        const at::Tensor& local = local_part(parameters_[i]);
+        const at::Tensor part = flat.narrow(0, offset, local.numel()).view(local.sizes());
+        offset += local.numel();
+        if (!dtensor::is_dtensor(parameters_[i])) {
+          states[i] = part;
+          continue;
+        }
+        const dtensor::SpecPtr& spec = dtensor::spec_of(parameters_[i]);
+        states[i] =
+            dtensor::from_local(part, spec->mesh, spec->placements, at::IntArrayRef(spec->sizes));
+      }
+    }
+    begin = end;
+  }
+}
+
+Optimizer::Batch Optimizer::join(const Batch& batch) {
+  Batch joined;
+  joined.states.resize(batch.states.size());
+  for (size_t begin = 0; begin < batch.size();) {
+    size_t end = begin + 1;
+    int64_t numel = batch.parameters[begin].numel();
+    const auto joins = [&](size_t i) {
+      return batch.steps[i] == batch.steps[i - 1] &&
+             follows(batch.parameters[i - 1], batch.parameters[i]) &&
+             follows(batch.grads[i - 1], batch.grads[i]) &&
+             std::ranges::all_of(batch.states, [&](const std::vector<at::Tensor>& states) {
+               return follows(states[i - 1], states[i]);
+             });
+    };
+    while (end < batch.size() && joins(end)) numel += batch.parameters[end++].numel();
+    const bool alone = end == begin + 1;
+    const auto part = [&](const at::Tensor& first) {
+      return alone ? first : flat_from(first, numel);
+    };
+    joined.parameters.push_back(part(batch.parameters[begin]));
+    joined.grads.push_back(part(batch.grads[begin]));
+    for (size_t s = 0; s < batch.states.size(); ++s) {
+      joined.states[s].push_back(part(batch.states[s][begin]));
+    }
+    joined.steps.push_back(batch.steps[begin]);
+    begin = end;
+  }
+  return joined;
+}
+
 void Optimizer::step() {
   at::NoGradGuard no_grad;
+  create_states();
   std::map<std::pair<c10::Device, at::ScalarType>, Batch,
            decltype([](const auto& a, const auto& b) {
              return std::tuple(a.first.type(), a.first.index(), a.second) <
@@ -102,9 +176,6 @@ void Optimizer::step() {
     TORCH_CHECK(grad.sizes() == local.sizes(), name_, ": the gradient ", grad.sizes(),
                 " of parameter ", i, " does not have its size ", local.sizes());
     ++step_counts_[i];
-    for (std::vector<at::Tensor>& states : states_) {
-      if (!states[i].defined()) states[i] = at::zeros_like(parameter);
-    }
     if (local.numel() == 0) continue;
     Batch& batch = batches[{local.device(), local.scalar_type()}];
     batch.states.resize(states_.size());
@@ -117,7 +188,11 @@ void Optimizer::step() {
     note_write(parameter);
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (auto& [key, batch] : batches) update(batch);
+  for (auto& [key, batch] : batches) {
+    // Joined, the fused kernels would round elements at other places differently.
+    if (implementation_ != Implementation::kFused) batch = join(batch);
+    update(batch);
+  }
 }
 
 }  // namespace ppfsdp::optim

@@ -61,7 +61,8 @@ class Optimizer {
   Optimizer(std::string name, std::vector<at::Tensor> parameters, double lr,
             Implementation implementation, std::vector<std::string> state_names);
 
-  /// Parameters of one device and dtype with a gradient and a local part that is not empty.
+  /// Parameters of one device and dtype with a gradient and a local part that is not empty. Where
+  /// parameters, gradients and states of several are neighbours in memory, they are one here.
   struct Batch {
     std::vector<at::Tensor> parameters, grads;    ///< local parts
     std::vector<std::vector<at::Tensor>> states;  ///< local parts; [i] belongs to state_names()[i]
@@ -78,6 +79,8 @@ class Optimizer {
 
  private:
   at::Tensor local_grad(size_t index) const;
+  void create_states();
+  static Batch join(const Batch& batch);
 
   std::string name_;
   std::vector<at::Tensor> parameters_;

@@ -1,0 +1,13 @@
+#pragma once
+
+namespace ppfsdp::comm {
+
+/// Makes the C library keep freed host memory for reuse, for the rest of the process: what
+/// LibTorch's caching allocator does on a GPU. Gathered parameters and gradients are large buffers
+/// that come and go several times a step; by default each is mapped from the system and its pages
+/// cleared anew. One arena serves all threads, since of a simulated mesh's ranks one runs at a
+/// time, so that a rank takes up the memory that the last one left in the cache. Call it first in
+/// main.
+void keep_freed_memory();
+
+}  // namespace ppfsdp::comm
