@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -31,6 +32,10 @@ namespace {
 constexpr int kEqual = 0, kDiffers = 1, kBadInput = 2;
 /// Steps whose time does not count: the first ones build what later ones reuse.
 constexpr size_t kWarmUp = 3;
+const std::map<std::string, sim::Schedule> kSchedules = {
+    {"lazy", sim::Schedule::kLazy},
+    {"random", sim::Schedule::kRandom},
+    {"round_robin", sim::Schedule::kRoundRobin}};
 /// Tokens of all steps are drawn before the first.
 constexpr int64_t kMostSteps = 1'000'000;
 
@@ -38,7 +43,7 @@ struct Arguments {
   std::filesystem::path json;
   std::string backend = "sim";
   std::string order = "gloo_ring";
-  std::string schedule = "round_robin";
+  std::string schedule = "lazy";
   uint64_t seed = 0;
   int64_t time = 0;
   bool exact = false;
@@ -61,11 +66,8 @@ std::optional<Outputs> run(const Arguments& arguments, const Case& config, const
     return outputs;
   }
   std::optional<Outputs> result;
-  const sim::WorldOptions options{.seed = arguments.seed,
-                                  .schedule = arguments.schedule == "random"
-                                                  ? sim::Schedule::kRandom
-                                                  : sim::Schedule::kRoundRobin,
-                                  .order = order};
+  const sim::WorldOptions options{
+      .seed = arguments.seed, .schedule = kSchedules.at(arguments.schedule), .order = order};
   sim::run_world(static_cast<int>(config.world), options, [&](comm::Runtime& runtime) {
     Outputs outputs = train_sharded(config, inputs, runtime, values);
     if (runtime.rank() == 0) result = std::move(outputs);
@@ -166,7 +168,7 @@ int run_tool(int argc, char** argv) {
       ->check(CLI::IsMember({"gloo_ring", "rank_order", "nccl_ring", "tree"}))
       ->capture_default_str();
   app.add_option("--schedule", arguments.schedule, "of the simulated mesh")
-      ->check(CLI::IsMember({"round_robin", "random"}))
+      ->check(CLI::IsMember(kSchedules))
       ->capture_default_str();
   app.add_option("--seed", arguments.seed, "of the random schedule")->capture_default_str();
   app.add_option(
