@@ -44,7 +44,7 @@ TEST_F(OutputFileTest, paths_that_can_not_be_written) {
             "key: cannot make the folder " + path("file") + ": Not a directory");
   EXPECT_EQ(
       message_of<ConfigError>([&] { OutputFile("key", folder_.string(), IfExists::kAppend); }),
-      "key: cannot write " + folder_.string() + ": Is a directory");
+      "key: " + folder_.string() + " is a folder; name a file");
 }
 
 // A run that fails before its first step must not leave a file that the next one trips over; one
