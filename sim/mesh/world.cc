@@ -1,11 +1,13 @@
 #include "sim/mesh/world.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -19,13 +21,20 @@
 namespace ppfsdp::sim {
 namespace {
 
+at::Generator copy_of_default_generator() {
+  const at::Generator& generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.clone();
+}
+
 class SimRuntime : public comm::Runtime {
  public:
   SimRuntime(std::shared_ptr<World> world, int rank)
       : world_(std::move(world)),
         rank_(rank),
         compute_(world_, world_->compute_queue(rank)),
-        communicator_(std::make_shared<SimCommunicator>(world_, world_->world_group(), rank)) {}
+        communicator_(std::make_shared<SimCommunicator>(world_, world_->world_group(), rank)),
+        generator_(copy_of_default_generator()) {}
 
   int rank() const override { return rank_; }
   int world_size() const override { return world_->size(); }
@@ -34,6 +43,7 @@ class SimRuntime : public comm::Runtime {
   comm::ReductionOrder reduction_order() const override { return world_->options().order; }
   const comm::CommunicatorPtr& world() override { return communicator_; }
   comm::Stream& compute_stream() override { return compute_; }
+  at::Generator default_generator() override { return generator_; }
 
   std::shared_ptr<comm::Stream> create_stream(const std::string& name,
                                               comm::StreamPriority) override {
@@ -67,6 +77,7 @@ class SimRuntime : public comm::Runtime {
   int rank_;
   ComputeStream compute_;
   comm::CommunicatorPtr communicator_;
+  at::Generator generator_;
 };
 
 /// Throws `error` again, its message led by the rank.

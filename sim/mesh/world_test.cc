@@ -2,11 +2,15 @@
 // the right errors, and backward passes inside rank threads.
 #include "sim/mesh/world.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/rand.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -324,6 +328,22 @@ TEST(World, ranks_run_backward_at_once_with_collectives_in_hooks) {
         EXPECT_EQ(leaf.grad()[0].item<double>(), (runtime.rank() + 1.0) * s * s * n);
       });
     }
+  }
+}
+
+// With one generator for all, a rank's draws would depend on who drew before it.
+TEST(World, each_rank_draws_what_the_process_would_have_drawn) {
+  at::manual_seed(5);
+  const at::Tensor expected = at::rand({7});
+  for (const uint64_t seed : {1, 2}) {
+    at::manual_seed(5);
+    run_world(3, {.seed = seed, .schedule = Schedule::kRandom}, [&](Runtime& runtime) {
+      const at::Tensor first = at::rand({3}, runtime.default_generator());
+      runtime.world()->barrier();
+      const at::Tensor second = at::rand({4}, runtime.default_generator());
+      EXPECT_TRUE(at::equal(at::cat({first, second}), expected)) << "rank " << runtime.rank();
+    });
+    EXPECT_TRUE(at::equal(at::rand({7}), expected)) << "the process's generator was moved";
   }
 }
 

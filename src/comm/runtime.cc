@@ -1,5 +1,6 @@
 #include "src/comm/runtime.h"
 
+#include <ATen/Context.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
@@ -23,6 +24,11 @@ size_t storage_bytes(const at::Tensor& tensor) {
     last += (tensor.size(dim) - 1) * tensor.stride(dim);
   }
   return static_cast<size_t>(last + 1) * tensor.itemsize();
+}
+
+at::Generator Runtime::default_generator() {
+  return at::globalContext().defaultGenerator(device().is_meta() ? c10::Device(c10::kCPU)
+                                                                 : device());
 }
 
 void Runtime::free_storage(const at::Tensor& tensor) {

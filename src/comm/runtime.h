@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
@@ -40,6 +41,12 @@ class Runtime {
   virtual Stream& compute_stream() = 0;
   virtual std::shared_ptr<Stream> create_stream(const std::string& name,
                                                 StreamPriority priority) = 0;
+
+  /// This rank's own generator: what a random op on a DTensor draws from when it is given none.
+  /// LibTorch's default generator of device() (the CPU's for meta) where a rank is a process; where
+  /// ranks share a process, each has a copy, made when the rank started, so that ranks draw the
+  /// same values in whatever order they run.
+  virtual at::Generator default_generator();
 
   /// Frees the memory under `tensor` in place (its storage shrinks to 0 bytes; sizes and version
   /// counter stay), so that views and tensors saved for backward come back to life with
