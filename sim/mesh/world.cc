@@ -22,7 +22,7 @@ namespace ppfsdp::sim {
 namespace {
 
 at::Generator copy_of_default_generator() {
-  const at::Generator& generator = at::detail::getDefaultCPUGenerator();
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
   const std::lock_guard<std::mutex> lock(generator.mutex());
   return generator.clone();
 }
