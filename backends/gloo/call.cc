@@ -6,15 +6,25 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <map>
+#include <string_view>
+#include <utility>
 
 namespace ppfsdp::gloo {
 namespace {
 
-// The layout of an encoded call; then `size` sends and `size` receives follow.
-enum Field { kKind, kDtype, kOpKind, kFactor, kRoot, kCount, kFields };
+// The layout of an encoded call: these fields, the label's text, `size` sends, `size` receives.
+enum Field { kKind, kDtype, kOpKind, kFactor, kRoot, kCount, kLabel, kFields };
+constexpr int kTextWords = 8;
+constexpr size_t kTextBytes = kTextWords * sizeof(int64_t);
 
 using Fields = std::vector<int64_t>;
+
+std::string text_of(const int64_t* call) {
+  const char* text = reinterpret_cast<const char*>(call + kFields);
+  return std::string(text, strnlen(text, kTextBytes));
+}
 
 Call decode(const int64_t* from) {
   Call call;
@@ -24,13 +34,17 @@ Call decode(const int64_t* from) {
   call.op.factor = std::bit_cast<double>(from[kFactor]);
   call.root = from[kRoot];
   call.count = from[kCount];
+  call.label = text_of(from);
   return call;
 }
 
-/// A rank that lists another as member of the new group, which lists other members.
+/// A rank that lists another as member of the new group, which lists other members or has another
+/// name for it.
 std::optional<std::string> find_unequal_members(const int64_t* calls, int size,
                                                 const std::vector<int>& names) {
-  const auto row = [&](int rank) { return calls + rank * encoded_size(size) + kFields; };
+  const auto call = [&](int rank) { return calls + rank * encoded_size(size); };
+  const auto row = [&](int rank) { return call(rank) + kFields + kTextWords; };
+  const auto name = [&](int rank) { return std::pair(call(rank)[kLabel], text_of(call(rank))); };
   const auto list = [&](int rank) {
     std::vector<int> members;
     for (int member = 0; member < size; ++member) {
@@ -40,9 +54,15 @@ std::optional<std::string> find_unequal_members(const int64_t* calls, int size,
   };
   for (int rank = 0; rank < size; ++rank) {
     for (int member = 0; member < size; ++member) {
-      if (row(rank)[member] == 0 || list(rank) == list(member)) continue;
-      return fmt::format("rank {} passes the members {}, but rank {} passes {}", names[rank],
-                         list(rank), names[member], list(member));
+      if (row(rank)[member] == 0) continue;
+      if (list(rank) != list(member)) {
+        return fmt::format("rank {} passes the members {}, but rank {} passes {}", names[rank],
+                           list(rank), names[member], list(member));
+      }
+      if (name(rank) != name(member)) {
+        return fmt::format("rank {} calls the new group '{}', but rank {} calls it '{}'",
+                           names[rank], name(rank).second, names[member], name(member).second);
+      }
     }
   }
   return std::nullopt;
@@ -51,7 +71,9 @@ std::optional<std::string> find_unequal_members(const int64_t* calls, int size,
 /// A rank that sends another more or less than that one expects.
 std::optional<std::string> find_unequal_split(const int64_t* calls, int size,
                                               const std::vector<int>& names) {
-  const auto row = [&](int rank) { return calls + rank * encoded_size(size) + kFields; };
+  const auto row = [&](int rank) {
+    return calls + rank * encoded_size(size) + kFields + kTextWords;
+  };
   for (int from = 0; from < size; ++from) {
     for (int to = 0; to < size; ++to) {
       const int64_t sent = row(from)[to];
@@ -99,6 +121,7 @@ const char* name_of(Call::Kind kind) {
 }
 
 std::string Call::to_string() const {
+  const std::string what = label.empty() ? "" : fmt::format(" for '{}'", label);
   switch (kind) {
     case Kind::kBarrier:
     case Kind::kSubgroup:
@@ -109,14 +132,14 @@ std::string Call::to_string() const {
       return fmt::format("broadcast of {} {} from rank {}", count, c10::toString(dtype), root);
     case Kind::kReduceScatter:
     case Kind::kAllReduce:
-      return fmt::format("{} of {} {} by {}", name_of(kind), count, c10::toString(dtype),
-                         comm::to_string(op));
+      return fmt::format("{} of {} {} by {}{}", name_of(kind), count, c10::toString(dtype),
+                         comm::to_string(op), what);
     default:
-      return fmt::format("{} of {} {}", name_of(kind), count, c10::toString(dtype));
+      return fmt::format("{} of {} {}{}", name_of(kind), count, c10::toString(dtype), what);
   }
 }
 
-size_t encoded_size(int size) { return kFields + 2 * static_cast<size_t>(size); }
+size_t encoded_size(int size) { return kFields + kTextWords + 2 * static_cast<size_t>(size); }
 
 void encode(const Call& call, int size, int64_t* to) {
   std::fill(to, to + encoded_size(size), 0);
@@ -126,14 +149,25 @@ void encode(const Call& call, int size, int64_t* to) {
   to[kFactor] = std::bit_cast<int64_t>(call.op.factor);
   to[kRoot] = call.root;
   to[kCount] = call.count;
-  std::copy(call.sends.begin(), call.sends.end(), to + kFields);
-  std::copy(call.receives.begin(), call.receives.end(), to + kFields + size);
+  to[kLabel] = static_cast<int64_t>(hash(call.label));
+  // Names of modules differ at their ends.
+  const std::string_view label = call.label;
+  const std::string_view text = label.substr(label.size() - std::min(label.size(), kTextBytes));
+  std::copy(text.begin(), text.end(), reinterpret_cast<char*>(to + kFields));
+  int64_t* const splits = to + kFields + kTextWords;
+  std::copy(call.sends.begin(), call.sends.end(), splits);
+  std::copy(call.receives.begin(), call.receives.end(), splits + size);
 }
 
 std::optional<std::string> find_difference(const int64_t* calls, int size,
                                            const std::vector<int>& names) {
   const auto of = [&](int rank) { return calls + rank * encoded_size(size); };
-  const auto fields = [&](int rank) { return Fields(of(rank), of(rank) + kFields); };
+  const auto fields = [&](int rank) {
+    Fields fields(of(rank), of(rank) + kFields);
+    // Ranks of different new groups may give them different names.
+    if (static_cast<Call::Kind>(fields[kKind]) == Call::Kind::kSubgroup) fields[kLabel] = 0;
+    return fields;
+  };
   std::map<Fields, int> votes;
   for (int rank = 0; rank < size; ++rank) ++votes[fields(rank)];
   if (votes.size() > 1) {
@@ -164,6 +198,16 @@ std::optional<std::string> find_difference(const int64_t* calls, int size,
 uint64_t hash(std::initializer_list<uint64_t> values) {
   uint64_t state = 0;
   for (const uint64_t value : values) state = mix(state + 0x9e3779b97f4a7c15u + mix(value));
+  return state;
+}
+
+uint64_t hash(std::string_view text) {
+  uint64_t state = text.size();
+  for (size_t i = 0; i < text.size(); i += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, text.data() + i, std::min(sizeof(word), text.size() - i));
+    state = mix(state + 0x9e3779b97f4a7c15u + mix(word));
+  }
   return state;
 }
 

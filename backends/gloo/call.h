@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "src/comm/reduce_op.h"
@@ -27,16 +28,18 @@ struct Call {
 
   Kind kind = Kind::kBarrier;
   c10::ScalarType dtype = c10::ScalarType::Byte;
-  comm::ReduceOp op;
+  comm::ReduceOp op = {};
   int64_t root = 0;
   /// Elements of the larger of the tensors.
   int64_t count = 0;
   /// Of kAllToAll the elements to each rank, of kSubgroup 1 for each member; a value a rank.
-  std::vector<int64_t> sends;
+  std::vector<int64_t> sends = {};
   /// Of kAllToAll the elements from each rank.
-  std::vector<int64_t> receives;
+  std::vector<int64_t> receives = {};
+  /// What the caller says it is for; of kSubgroup the new group's name.
+  std::string label = {};
 
-  /// "all_reduce of 10 Float by sum".
+  /// "all_reduce of 10 Float by sum for 'layers.0'".
   std::string to_string() const;
 };
 
@@ -44,7 +47,7 @@ struct Call {
 const char* name_of(Call::Kind kind);
 
 /// How a call is sent to the other members of a group of `size`: always this many integers, since
-/// the ranks may disagree about everything else.
+/// the ranks may disagree about everything else. Of a label its hash and the last 64 bytes.
 size_t encoded_size(int size);
 void encode(const Call& call, int size, int64_t* to);
 
@@ -61,5 +64,6 @@ uint32_t make_tag(std::initializer_list<uint64_t> values);
 
 /// A 64-bit hash of a sequence.
 uint64_t hash(std::initializer_list<uint64_t> values);
+uint64_t hash(std::string_view text);
 
 }  // namespace ppfsdp::gloo

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace ppfsdp::gloo {
@@ -27,13 +29,14 @@ TEST(Call, EqualCallsDoNotDiffer) {
 
 TEST(Call, EveryFieldCounts) {
   // A field left out of the encoding would let ranks that differ in it alone go on.
-  std::vector<Call> others(6, kReduce);
+  std::vector<Call> others(7, kReduce);
   others[0].kind = Call::Kind::kBroadcast;
   others[1].dtype = at::kHalf;
   others[2].op = ReduceOp::avg();
   others[3].op.factor = 0.5;
   others[4].root = 1;
   others[5].count = 11;
+  others[6].label = "layers.0";
   for (const Call& other : others) {
     EXPECT_EQ(difference({kReduce, other, kReduce}, {0, 1, 2}).substr(0, 14), "rank 1 differs");
   }
@@ -45,6 +48,23 @@ TEST(Call, TheMinorityDiffersAndIsNamedByItsWorldRank) {
   EXPECT_EQ(difference({other, kReduce, kReduce}, {4, 6, 8}),
             "rank 4 differs: it calls all_reduce of 12 Float by sum, rank 6 calls all_reduce of 10 "
             "Float by sum");
+}
+
+TEST(Call, LabelsAreToldAndCountInFull) {
+  Call first = kReduce, second = kReduce;
+  first.label = "layers.0";
+  second.label = "layers.1";
+  EXPECT_EQ(difference({first, first, second}, {0, 1, 2}),
+            "rank 2 differs: it calls all_reduce of 10 Float by sum for 'layers.1', rank 0 calls "
+            "all_reduce of 10 Float by sum for 'layers.0'");
+  EXPECT_EQ(difference({second, second}, {0, 1}), "");
+  // What is too long to send still counts; of its text the end is told.
+  first.label = "a" + std::string(100, 'x');
+  second.label = "b" + std::string(100, 'x');
+  EXPECT_EQ(difference({first, second}, {0, 1}),
+            "rank 1 differs: it calls all_reduce of 10 Float by sum for '" + std::string(64, 'x') +
+                "', rank 0 calls all_reduce of 10 Float by sum for '" + std::string(64, 'x') + "'");
+  EXPECT_NE(hash("abcdefgh"), hash(std::string_view("abcdefgh\0", 9)));
 }
 
 TEST(Call, SplitsMatchAcrossTheDiagonal) {
@@ -68,6 +88,16 @@ TEST(Call, MembersThatListEachOtherMustAgree) {
   EXPECT_EQ(difference({left, left, subgroup({0, 0, 1})}, {0, 1, 2}), "");
   EXPECT_EQ(difference({left, left, subgroup({0, 1, 1})}, {0, 1, 5}),
             "rank 5 passes the members [1, 5], but rank 1 passes [0, 1]");
+}
+
+TEST(Call, MembersMustAgreeInTheNewGroupsName) {
+  const auto subgroup = [](std::vector<int64_t> members, const char* name) {
+    return Call{.kind = Call::Kind::kSubgroup, .sends = std::move(members), .label = name};
+  };
+  // Those of different groups need not.
+  EXPECT_EQ(difference({subgroup({1, 0}, "left"), subgroup({0, 1}, "right")}, {0, 1}), "");
+  EXPECT_EQ(difference({subgroup({1, 1}, "left"), subgroup({1, 1}, "right")}, {4, 6}),
+            "rank 4 calls the new group 'left', but rank 6 calls it 'right'");
 }
 
 TEST(Call, TagsOfNeighbouringValuesAreDistinct) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <string>
 #include <utility>
 
 #include "src/comm/reduction.h"
@@ -25,11 +26,16 @@ std::vector<int> everybody(const Group& group) {
   return ranks;
 }
 
+Call with_label(Call call, std::string label) {
+  call.label = std::move(label);
+  return call;
+}
+
 class Collective : public Exchange {
  public:
   Collective(Place place, Call call)
-      : Exchange(place.group, std::move(call), everybody(*place.group), place.number,
-                 place.checked) {}
+      : Exchange(place.group, with_label(std::move(call), std::move(place.label)),
+                 everybody(*place.group), place.number, place.checked) {}
 
  protected:
   /// One slice of `count` elements for each other rank, in the order of before(1), before(2), ...
@@ -264,7 +270,8 @@ class Message final : public Exchange {
 class Agreement final : public Collective {
  public:
   Agreement(Place place, Call call)
-      : Collective({std::move(place.group), place.number, /*checked=*/true}, std::move(call)) {}
+      : Collective({std::move(place.group), place.number, /*checked=*/true, std::move(place.label)},
+                   std::move(call)) {}
 
  protected:
   void post() override {}

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "backends/gloo/exchange.h"
@@ -18,6 +19,8 @@ struct Place {
   uint64_t number = 0;
   /// Whether the ranks compare their calls.
   bool checked = false;
+  /// What the caller says the operation is for.
+  std::string label = {};
 };
 
 // The operations of a Communicator (see there for the arguments, which are checked).
@@ -44,7 +47,8 @@ OperationPtr recv(Place place, const at::Tensor& tensor, int peer);
 /// Transfers nothing but the calls of all ranks, so it ends when all are here.
 OperationPtr barrier(Place place);
 
-/// A barrier that compares the ranks' lists of members: those who list each other must agree.
+/// A barrier that compares the ranks' lists of members and names (the label) of the new group:
+/// those who list each other must agree.
 OperationPtr agree_on_subgroup(Place place, const std::vector<int>& members);
 
 }  // namespace ppfsdp::gloo

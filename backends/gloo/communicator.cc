@@ -33,7 +33,9 @@ bool GlooCommunicator::checks(uint64_t number) const {
   return number < group_->endpoint->options.checked || number % kCheckPeriod == 0;
 }
 
-Place GlooCommunicator::here() const { return {group_, sequence(), checks(sequence())}; }
+Place GlooCommunicator::here() const {
+  return {group_, sequence(), checks(sequence()), std::string(label())};
+}
 
 void GlooCommunicator::do_all_gather_into(const at::Tensor& output, const at::Tensor& input,
                                           comm::Stream& stream) {
@@ -66,19 +68,21 @@ void GlooCommunicator::do_all_to_all(const at::Tensor& output, const at::Tensor&
 
 void GlooCommunicator::do_send(const at::Tensor& tensor, int peer, comm::Stream& stream) {
   const uint64_t number = sent_[peer]++;
-  queue_of(stream).enqueue(gloo::send({group_, number, checks(number)}, tensor, peer));
+  queue_of(stream).enqueue(gloo::send({group_, number, checks(number), {}}, tensor, peer));
 }
 
 void GlooCommunicator::do_recv(const at::Tensor& tensor, int peer, comm::Stream& stream) {
   const uint64_t number = received_[peer]++;
-  queue_of(stream).enqueue(gloo::recv({group_, number, checks(number)}, tensor, peer));
+  queue_of(stream).enqueue(gloo::recv({group_, number, checks(number), {}}, tensor, peer));
 }
 
 void GlooCommunicator::do_barrier() { group_->endpoint->progress->run(gloo::barrier(here())); }
 
 comm::CommunicatorPtr GlooCommunicator::do_subgroup(const std::vector<int>& members,
                                                     const std::string& name) {
-  group_->endpoint->progress->run(agree_on_subgroup(here(), members));
+  Place place = here();
+  place.label = name;
+  group_->endpoint->progress->run(agree_on_subgroup(std::move(place), members));
   auto group = std::make_shared<Group>();
   group->endpoint = group_->endpoint;
   group->name = name;

@@ -44,7 +44,8 @@ Exchange::Exchange(std::shared_ptr<Group> group, Call call, std::vector<int> par
       checked_(checked && parties_.size() > 1),
       channel_(call_.kind == Call::Kind::kMessage ? 1 + hash({static_cast<uint64_t>(parties_[0]),
                                                               static_cast<uint64_t>(parties_[1])})
-                                                  : 0) {}
+                                                  : 0),
+      label_(hash(call_.label)) {}
 
 void Exchange::start() {
   group_->endpoint->check_alive();
@@ -77,7 +78,7 @@ uint32_t Exchange::tag(const at::Tensor& tensor, int from, int to, uint64_t phas
   return make_tag({group_->id, channel_, number_, static_cast<uint64_t>(call_.kind),
                    static_cast<uint64_t>(call_.dtype), static_cast<uint64_t>(call_.op.kind),
                    std::bit_cast<uint64_t>(call_.op.factor), static_cast<uint64_t>(call_.root),
-                   static_cast<uint64_t>(tensor.numel()), static_cast<uint64_t>(from),
+                   label_, static_cast<uint64_t>(tensor.numel()), static_cast<uint64_t>(from),
                    static_cast<uint64_t>(to), phase});
 }
 

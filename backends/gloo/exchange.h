@@ -83,6 +83,7 @@ class Exchange : public Operation {
   std::atomic<bool> aborted_{false};
   /// Keeps the tags of messages apart from those of collectives.
   const uint64_t channel_;
+  const uint64_t label_;
   /// The parties' encoded calls, if checked.
   at::Tensor calls_;
   /// The check's transfers come first.

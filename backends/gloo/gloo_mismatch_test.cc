@@ -138,6 +138,69 @@ TEST(GlooMismatch, OfSubgroupMembersIsToldToAll) {
                                      "[1, 2]")));
 }
 
+TEST(GlooMismatch, OfASubgroupsNameIsToldToAll) {
+  const auto errors = errors_of(3, checked_options(), [](Runtime& runtime) {
+    runtime.world()->subgroup({0, 1, 2}, runtime.rank() == 1 ? "tp" : "dp");
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("subgroup on group 'world', operation 0: rank 0 calls the new "
+                                     "group 'dp', but rank 1 calls it 'tp'")));
+}
+
+TEST(GlooMismatch, OfGroupsMadeInDifferentOrdersIsToldToAll) {
+  const auto errors = errors_of(4, checked_options(), [](Runtime& runtime) {
+    const int rank = runtime.rank(), row = rank / 2, column = rank % 2;
+    const std::vector<int> dp = {column, column + 2}, tp = {2 * row, 2 * row + 1};
+    runtime.world()->subgroup(rank == 1 ? tp : dp, "dim");
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("on group 'world', operation 0: rank 1 passes the members "
+                                     "[0, 1], but rank 0 passes [0, 2]")));
+}
+
+// Modules of one size: without their names the gathers and reductions would pair up.
+TEST(GlooMismatch, OfLabelsNamesBoth) {
+  const auto check = [](const std::string& operation,
+                        const std::function<void(Runtime&, const char*)>& fn) {
+    const auto errors = errors_of(3, checked_options(), [&](Runtime& runtime) {
+      fn(runtime, runtime.rank() == 1 ? "layers.1" : "layers.0");
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("on group 'world', operation 0: rank 1 differs: it calls " +
+                                       operation + " for 'layers.1', rank 0 calls " + operation +
+                                       " for 'layers.0'")));
+  };
+  check("all_gather_into of 12 Float", [](Runtime& runtime, const char* label) {
+    runtime.world()->all_gather_into(ones(12), ones(4), runtime.compute_stream(), label);
+  });
+  check("reduce_scatter of 12 Float by avg", [](Runtime& runtime, const char* label) {
+    runtime.world()->reduce_scatter(ones(4), ones(12), ReduceOp::avg(), runtime.compute_stream(),
+                                    label);
+  });
+  // Whole, and by parts.
+  for (const int64_t numel : {10, 100000}) {
+    check("all_reduce of " + std::to_string(numel) + " Float by sum", [&](Runtime& runtime,
+                                                                          const char* label) {
+      runtime.world()->all_reduce(ones(numel), ReduceOp::sum(), runtime.compute_stream(), label);
+    });
+  }
+}
+
+// Ranks in different groups wait for each other; each is told where it waits and for whom.
+TEST(GlooMismatch, OfGroupsIsATimeoutThatNamesThem) {
+  GlooOptions options;
+  options.timeout = std::chrono::milliseconds(300);
+  const auto errors = errors_of(2, options, [](Runtime& runtime) {
+    const auto a = runtime.world()->subgroup({0, 1}, "a");
+    const auto b = runtime.world()->subgroup({0, 1}, "b");
+    (runtime.rank() == 0 ? a : b)->all_reduce(ones(3), ReduceOp::sum(), runtime.compute_stream());
+  });
+  for (int rank = 0; rank < 2; ++rank) {
+    const std::string other = "rank " + std::to_string(1 - rank);
+    EXPECT_THAT(errors[rank], HasSubstr(std::string("all_reduce of 3 Float by sum on group '") +
+                                        (rank == 0 ? "a" : "b") + "', operation 0: " + other));
+    EXPECT_THAT(errors[rank], ::testing::AnyOf(HasSubstr("did not send within 0.3 s"),
+                                               HasSubstr("closed its connection")));
+  }
+}
+
 TEST(GlooMismatch, OnASideStreamIsThrownByTheWaitAndByAllThatComesLater) {
   const auto errors = errors_of(2, checked_options(), [](Runtime& runtime) {
     const auto stream = runtime.create_stream("side", comm::StreamPriority::kNormal);
@@ -171,6 +234,24 @@ TEST(GlooMismatch, ThatIsNotCheckedIsATimeoutAndHarmless) {
                                                HasSubstr("closed its connection")));
     EXPECT_THAT(errors[rank], HasSubstr("on group 'world', operation 1"));
   }
+}
+
+TEST(GlooMismatch, OfLabelsThatAreNotCheckedMovesNothing) {
+  GlooOptions options;
+  options.timeout = std::chrono::milliseconds(300);
+  options.checked = 0;
+  const auto errors = errors_of(2, options, [](Runtime& runtime) {
+    runtime.world()->barrier();
+    const at::Tensor tensor = ones(3);
+    const char* label = runtime.rank() == 0 ? "layers.0" : "layers.1";
+    try {
+      runtime.world()->all_reduce(tensor, ReduceOp::sum(), runtime.compute_stream(), label);
+    } catch (const comm::CommError&) {
+      EXPECT_TRUE(tensor.equal(ones(3)));
+      throw;
+    }
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("on group 'world', operation 1: rank ")));
 }
 
 TEST(GlooMismatch, IsFoundAmongUncheckedCallsWithinSixtyFour) {

@@ -57,7 +57,7 @@ bool agree(const Request& a, const Request& b) {
   if (unit(a).scalar_type() != unit(b).scalar_type()) return false;
   // The parts of an all-to-all differ in size; its splits tell.
   if (a.kind != Kind::kAllToAll && unit(a).numel() != unit(b).numel()) return false;
-  return a.op == b.op && (a.kind != Kind::kBroadcast || a.root == b.root);
+  return a.op == b.op && a.label == b.label && (a.kind != Kind::kBroadcast || a.root == b.root);
 }
 
 int64_t sum_before(const std::vector<int64_t>& splits, int index) {
@@ -109,7 +109,8 @@ std::string Request::signature() const {
   } else if (kind == Kind::kBroadcast) {
     more = fmt::format(", root {}", root);
   }
-  return fmt::format("{}({}, {} elements{})", function, dtype, unit(*this).numel(), more);
+  const std::string what = label.empty() ? "" : fmt::format(" for '{}'", label);
+  return fmt::format("{}({}, {} elements{}){}", function, dtype, unit(*this).numel(), more, what);
 }
 
 Operation::Operation(World& world, GroupPtr group, std::vector<int> members, std::string label)

@@ -66,8 +66,10 @@ struct Request {
   /// Subgroup: the members as ranks of the group, and the new group's name.
   std::vector<int> members = {};
   std::string name = {};
+  /// What the caller says it is for.
+  std::string label = {};
 
-  /// "reduce_scatter(Float, 12 elements, avg)".
+  /// "reduce_scatter(Float, 12 elements, avg) for 'layers.0'".
   std::string signature() const;
 };
 

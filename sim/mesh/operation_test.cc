@@ -95,6 +95,34 @@ TEST(Mismatch, dtype_count_reduce_op_and_root) {
       "1), but rank 0 called broadcast(Float, 4 elements, root 0)");
 }
 
+// Gradients of one size for different modules must not be added up.
+TEST(Mismatch, label) {
+  const auto issue_all = [](const char* what, const std::string& label) {
+    return [=](Runtime& runtime, comm::Stream& stream) {
+      comm::Communicator& world = *runtime.world();
+      if (what == std::string("all_gather_into")) {
+        world.all_gather_into(at::zeros({12}), at::zeros({4}), stream, label);
+      } else if (what == std::string("reduce_scatter")) {
+        world.reduce_scatter(at::zeros({4}), at::zeros({12}), ReduceOp::avg(), stream, label);
+      } else {
+        world.all_reduce(at::zeros({4}), ReduceOp::avg(), stream, label);
+      }
+    };
+  };
+  for (const auto& [what, arguments] : {std::pair("all_gather_into", "(Float, 4 elements)"),
+                                        std::pair("reduce_scatter", "(Float, 4 elements, avg)"),
+                                        std::pair("all_reduce", "(Float, 4 elements, avg)")}) {
+    const std::string call = std::string(what) + arguments;
+    EXPECT_EQ(mismatch(issue_all(what, "layers.0"), issue_all(what, "layers.1")),
+              std::string("rank 2: ") + what + " #1 on group 'world': rank 2 called " + call +
+                  " for 'layers.1', but rank 0 called " + call + " for 'layers.0'");
+    EXPECT_EQ(mismatch(issue_all(what, "layers.0"), issue_all(what, "")),
+              std::string("rank 2: ") + what + " #1 on group 'world': rank 2 called " + call +
+                  ", but rank 0 called " + call + " for 'layers.0'");
+    EXPECT_EQ(mismatch(issue_all(what, "layers.0"), issue_all(what, "layers.0")), "(no CommError)");
+  }
+}
+
 TEST(Mismatch, splits) {
   const auto all_to_all = [](std::vector<int64_t> outputs, std::vector<int64_t> inputs) {
     return [=](Runtime& runtime, comm::Stream& stream) {

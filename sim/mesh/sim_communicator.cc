@@ -67,17 +67,28 @@ void SimCommunicator::issue(Request request, comm::Stream& stream) {
 
 void SimCommunicator::do_all_gather_into(const at::Tensor& output, const at::Tensor& input,
                                          comm::Stream& stream) {
-  issue({.kind = Kind::kAllGather, .output = output, .input = input}, stream);
+  issue({.kind = Kind::kAllGather, .output = output, .input = input, .label = std::string(label())},
+        stream);
 }
 
 void SimCommunicator::do_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                         const comm::ReduceOp& op, comm::Stream& stream) {
-  issue({.kind = Kind::kReduceScatter, .output = output, .input = input, .op = op}, stream);
+  issue({.kind = Kind::kReduceScatter,
+         .output = output,
+         .input = input,
+         .op = op,
+         .label = std::string(label())},
+        stream);
 }
 
 void SimCommunicator::do_all_reduce(const at::Tensor& tensor, const comm::ReduceOp& op,
                                     comm::Stream& stream) {
-  issue({.kind = Kind::kAllReduce, .output = tensor, .input = tensor, .op = op}, stream);
+  issue({.kind = Kind::kAllReduce,
+         .output = tensor,
+         .input = tensor,
+         .op = op,
+         .label = std::string(label())},
+        stream);
 }
 
 void SimCommunicator::do_broadcast(const at::Tensor& tensor, int root, comm::Stream& stream) {

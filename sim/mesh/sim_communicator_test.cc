@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -202,6 +203,56 @@ TEST(SimCommunicator, matches_by_order_of_issue_over_streams) {
       EXPECT_EQ(y.item<float>(), 20.0f);
     });
   }
+}
+
+std::string error_of(int n, const std::function<void(Runtime&)>& fn) {
+  try {
+    run_world(n, {}, fn);
+  } catch (const comm::CommError& error) {
+    return error.what();
+  }
+  return "(no CommError)";
+}
+
+TEST(SimCommunicator, ranks_in_different_groups_are_told_who_is_where) {
+  // On a 2 x 2 mesh rank 0 alone reduces over the first dim.
+  EXPECT_EQ(error_of(4,
+                     [](Runtime& runtime) {
+                       const int rank = runtime.rank(), row = rank / 2, column = rank % 2;
+                       const auto dp = runtime.world()->subgroup({column, column + 2}, "dp");
+                       const auto tp = runtime.world()->subgroup({2 * row, 2 * row + 1}, "tp");
+                       (rank == 0 ? dp : tp)
+                           ->all_reduce(at::zeros({3}), ReduceOp::sum(), runtime.compute_stream());
+                     }),
+            "deadlock: no rank can go on. rank 0: waiting for all_reduce #0 on group 'dp' "
+            "(returned without it: rank 1 (rank 2 of the world)); rank 1: waiting for all_reduce "
+            "#0 on group 'tp' (not issued by rank 0); ranks 2, 3: returned");
+  // Two groups of the same ranks, in another order on rank 1.
+  EXPECT_EQ(
+      error_of(
+          2,
+          [](Runtime& runtime) {
+            const auto a = runtime.world()->subgroup({0, 1}, "a");
+            const auto b = runtime.world()->subgroup({0, 1}, "b");
+            for (const auto& group : {runtime.rank() == 0 ? a : b, runtime.rank() == 0 ? b : a}) {
+              group->all_reduce(at::zeros({3}), ReduceOp::sum(), runtime.compute_stream());
+            }
+          }),
+      "deadlock: no rank can go on. rank 0: waiting for all_reduce #0 on group 'a' (not "
+      "issued by rank 1); rank 1: waiting for all_reduce #0 on group 'b' (not issued by rank "
+      "0)");
+}
+
+TEST(SimCommunicator, groups_made_in_different_orders_are_refused) {
+  EXPECT_EQ(error_of(4,
+                     [](Runtime& runtime) {
+                       const int rank = runtime.rank(), row = rank / 2, column = rank % 2;
+                       const std::vector<int> dp = {column, column + 2};
+                       const std::vector<int> tp = {2 * row, 2 * row + 1};
+                       runtime.world()->subgroup(rank == 1 ? tp : dp, rank == 1 ? "tp" : "dp");
+                     }),
+            "rank 1: subgroup #0 on group 'world': rank 1 called subgroup([0, 1], 'tp'), but rank "
+            "0 called subgroup([0, 2], 'dp')");
 }
 
 TEST(SimCommunicator, keeps_its_tensors_alive) {

@@ -1,5 +1,6 @@
 #include "src/comm/communicator.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -163,6 +164,20 @@ class Communicator::Checker {
   const char* operation_;
 };
 
+/// Gives the communicator a label for the time of one call.
+class Communicator::Labelled {
+ public:
+  Labelled(Communicator& communicator, std::string_view label) : communicator_(communicator) {
+    communicator_.label_ = label;
+  }
+  ~Labelled() { communicator_.label_ = {}; }
+  Labelled(const Labelled&) = delete;
+  Labelled& operator=(const Labelled&) = delete;
+
+ private:
+  Communicator& communicator_;
+};
+
 Communicator::Communicator(std::string name, std::vector<int> ranks, int rank, c10::Device device)
     : name_(std::move(name)), ranks_(std::move(ranks)), rank_(rank), device_(device) {
   TORCH_CHECK(rank_ >= 0 && rank_ < size(), "Communicator '", name_, "': rank must be in [0, ",
@@ -170,32 +185,51 @@ Communicator::Communicator(std::string name, std::vector<int> ranks, int rank, c
 }
 
 void Communicator::all_gather_into(const at::Tensor& output, const at::Tensor& input,
-                                   Stream& stream) {
+                                   Stream& stream, std::string_view label) {
   const Checker check(*this, "all_gather_into");
   check.tensor(output, "output");
   check.tensor(input, "input");
   check.same_dtype(output, input);
   check.slots(output, "output", input, "input");
+  const Labelled labelled(*this, label);
   do_all_gather_into(output, input, stream);
   ++sequence_;
 }
 
+at::Tensor Communicator::all_gather(const at::Tensor& input, Stream& stream,
+                                    std::string_view label) {
+  Checker(*this, "all_gather").tensor(input, "input");
+  const Labelled labelled(*this, label);
+  at::Tensor output = do_all_gather(input, stream);
+  ++sequence_;
+  return output;
+}
+
+at::Tensor Communicator::do_all_gather(const at::Tensor& input, Stream& stream) {
+  const at::Tensor output = at::empty({size() * input.numel()}, input.options());
+  do_all_gather_into(output, input, stream);
+  return output;
+}
+
 void Communicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                  const ReduceOp& op, Stream& stream) {
+                                  const ReduceOp& op, Stream& stream, std::string_view label) {
   const Checker check(*this, "reduce_scatter");
   check.tensor(output, "output");
   check.tensor(input, "input");
   check.same_dtype(output, input);
   check.slots(input, "input", output, "output");
   check.reduction(op, input.scalar_type());
+  const Labelled labelled(*this, label);
   do_reduce_scatter(output, input, op, stream);
   ++sequence_;
 }
 
-void Communicator::all_reduce(const at::Tensor& tensor, const ReduceOp& op, Stream& stream) {
+void Communicator::all_reduce(const at::Tensor& tensor, const ReduceOp& op, Stream& stream,
+                              std::string_view label) {
   const Checker check(*this, "all_reduce");
   check.tensor(tensor, "tensor");
   check.reduction(op, tensor.scalar_type());
+  const Labelled labelled(*this, label);
   do_all_reduce(tensor, op, stream);
   ++sequence_;
 }

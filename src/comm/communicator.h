@@ -8,6 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "src/comm/reduce_op.h"
@@ -34,6 +35,12 @@ using CommunicatorPtr = std::shared_ptr<Communicator>;
 /// device, and are kept alive until the operation is done. Every argument is checked before the
 /// backend is called (c10::Error names the operation, the argument, what was got and what would be
 /// right); failures of the operation itself are CommError. Roots and peers are ranks in this group.
+///
+/// Ranks must agree in the operation, dtype, sizes, reduction, root and label: calls that do not
+/// are a CommError and move nothing. A label says what is communicated (the name of the module
+/// whose parameters are gathered), so that calls for different things, alike in all else, do not
+/// pair up. Operations of different groups never do, and need no common order unless ranks block in
+/// them.
 class Communicator {
  public:
   /// `ranks`: the members as ranks of the world, in group order; `rank`: this rank's index in it;
@@ -55,17 +62,24 @@ class Communicator {
 
   /// output[r * n, (r+1) * n) = rank r's input, n = input.numel(). `input` may be this rank's slot
   /// of `output` (then it is not copied). output.numel() = size() * n; one dtype, any dtype.
-  void all_gather_into(const at::Tensor& output, const at::Tensor& input, Stream& stream);
+  void all_gather_into(const at::Tensor& output, const at::Tensor& input, Stream& stream,
+                       std::string_view label = {});
+
+  /// all_gather_into whose output, 1-D, the backend makes. It is there as any tensor is, but where
+  /// its memory lies is only known when the operation is done: take no raw pointer to it before.
+  /// (Ranks of one process may share the memory, until one writes there.)
+  at::Tensor all_gather(const at::Tensor& input, Stream& stream, std::string_view label = {});
 
   /// output = this rank's n elements of the elementwise reduction of all inputs, n =
   /// output.numel(); input.numel() = size() * n. Rounded to the dtype after every addition.
   /// `input` may be overwritten; `output` may be this rank's slot of it.
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op,
-                      Stream& stream);
+                      Stream& stream, std::string_view label = {});
 
   /// In place; every rank gets the same bits. Reductions take integers (sum, min, max) and
   /// floating-point dtypes; avg and premul-sum (of a finite factor >= 0) floating-point ones only.
-  void all_reduce(const at::Tensor& tensor, const ReduceOp& op, Stream& stream);
+  void all_reduce(const at::Tensor& tensor, const ReduceOp& op, Stream& stream,
+                  std::string_view label = {});
 
   /// Every rank's tensor becomes the root's.
   void broadcast(const at::Tensor& tensor, int root, Stream& stream);
@@ -88,8 +102,12 @@ class Communicator {
   CommunicatorPtr subgroup(const std::vector<int>& members, const std::string& name);
 
  protected:
+  /// Inside a do_ function: the label of the call being issued.
+  std::string_view label() const { return label_; }
+
   virtual void do_all_gather_into(const at::Tensor& output, const at::Tensor& input,
                                   Stream& stream) = 0;
+  virtual at::Tensor do_all_gather(const at::Tensor& input, Stream& stream);
   virtual void do_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                  const ReduceOp& op, Stream& stream) = 0;
   virtual void do_all_reduce(const at::Tensor& tensor, const ReduceOp& op, Stream& stream) = 0;
@@ -105,12 +123,14 @@ class Communicator {
 
  private:
   class Checker;
+  class Labelled;
 
   std::string name_;
   std::vector<int> ranks_;
   int rank_;
   c10::Device device_;
   uint64_t sequence_ = 0;
+  std::string_view label_;
 };
 
 }  // namespace ppfsdp::comm

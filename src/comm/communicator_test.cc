@@ -31,6 +31,8 @@ class Recorder : public Communicator {
 
   std::vector<std::string> calls;
   std::vector<uint64_t> sequences;
+  std::vector<std::string> labels;
+  bool fails = false;
   std::vector<int64_t> output_splits, input_splits;
 
  protected:
@@ -60,6 +62,8 @@ class Recorder : public Communicator {
   void called(const char* name) {
     calls.emplace_back(name);
     sequences.push_back(sequence());
+    labels.emplace_back(label());
+    if (fails) throw CommError(name);
   }
 };
 
@@ -274,6 +278,20 @@ TEST_F(CommunicatorTest, splits_must_cover_the_tensors) {
                 recorder.all_to_all(output, input, {2, 2, 2, 2}, {3, 1, 1, 0}, stream);
               }),
               HasSubstr("input_splits [3, 1, 1, 0] sum to 5, but input (Float[6]) has 6 elements"));
+}
+
+TEST_F(CommunicatorTest, labels_last_for_one_call) {
+  const at::Tensor one = at::zeros({1}), four = at::zeros({4});
+  recorder.all_gather_into(four, one, stream, "gather");
+  recorder.reduce_scatter(one, four, ReduceOp::sum(), stream, "scatter");
+  recorder.all_reduce(one, ReduceOp::sum(), stream, "reduce");
+  recorder.all_reduce(one, ReduceOp::sum(), stream);
+  recorder.barrier();
+  recorder.fails = true;
+  EXPECT_THROW(recorder.all_reduce(one, ReduceOp::sum(), stream, "fails"), CommError);
+  recorder.fails = false;
+  recorder.broadcast(one, 0, stream);
+  EXPECT_THAT(recorder.labels, ElementsAre("gather", "scatter", "reduce", "", "", "fails", ""));
 }
 
 TEST_F(CommunicatorTest, subgroups_are_ascending_members_with_this_rank) {

@@ -4,6 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <string>
+
 #include "src/dtensor/dtensor.h"
 #include "src/fsdp/fully_shard.h"
 #include "src/fsdp/testing/net.h"
@@ -18,6 +21,13 @@ using ::testing::HasSubstr;
 using testing::kWidth;
 using testing::make_sharded;
 using testing::Trial;
+
+/// An error that names the operation, and what rank 0 and what rank 1 called it for.
+::testing::Matcher<std::string> names_both(const std::string& operation, const std::string& of_0,
+                                           const std::string& of_1) {
+  return ::testing::AllOf(HasSubstr(operation + " #"), HasSubstr("on group 'world'"),
+                          HasSubstr("for '" + of_0 + "'"), HasSubstr("for '" + of_1 + "'"));
+}
 
 // The parameters that backward would read are freed memory.
 TEST(Lifetime, BackwardThroughADestroyedModelIsAnError) {
@@ -130,6 +140,55 @@ TEST(Lifetime, AParameterUsedOnOneRankOnlyIsAnError) {
       EXPECT_THAT(error.what(), HasSubstr("rank 1"));
     }
   }
+}
+
+std::string error_of(const std::function<void(comm::Runtime&)>& fn) {
+  try {
+    sim::run_world(2, {}, fn);
+  } catch (const comm::CommError& error) {
+    return error.what();
+  }
+  return "(no CommError)";
+}
+
+// Ranks that run different blocks of one size: their gathers must not pair up.
+TEST(Lifetime, RanksThatRunDifferentBlocksAreAnError) {
+  EXPECT_THAT(error_of([](comm::Runtime& runtime) {
+                Trial trial = make_sharded(runtime, {2, 2, 2}, {.reshard_after_forward = true});
+                trial.net->path = along({runtime.rank(), 2});
+                trial.loss(0);
+              }),
+              names_both("all_gather_into", "block0", "block1"));
+}
+
+// The same where nothing is gathered: the gradients that meet would be those of different blocks.
+TEST(Lifetime, GradientsOfDifferentBlocksAreAnError) {
+  EXPECT_THAT(error_of([](comm::Runtime& runtime) {
+                Trial trial = make_sharded(runtime, {2, 2, 2}, {.reshard_after_forward = false});
+                trial.fsdp->set_reshard_after_backward(false);
+                trial.loss(0).backward();
+                trial.net->path = along({runtime.rank(), 2});
+                trial.loss(1).backward();
+              }),
+              names_both("reduce_scatter", "block0", "block1"));
+}
+
+// And within a block: one size of gradient, of different parameters.
+TEST(Lifetime, GradientsOfDifferentParametersAreAnError) {
+  EXPECT_THAT(error_of([](comm::Runtime& runtime) {
+                Trial trial = make_sharded(runtime, {kWidth}, {.reshard_after_forward = true});
+                trial.net->path = [&](testing::NetImpl& net, const at::Tensor& x) {
+                  Block& block = net.blocks[0];
+                  // A frozen parameter of the computation, not of the model: no gradient.
+                  block->on_forward = [&block, rank = runtime.rank()] {
+                    at::Tensor& unused = rank == 0 ? block->v : block->w;
+                    unused = unused.detach();
+                  };
+                  return block(x);
+                };
+                trial.loss(0).backward();
+              }),
+              names_both("reduce_scatter", "block0: block0.w", "block0: block0.v"));
 }
 
 // As many ranks as the simulated mesh is promised to train; most hold no row of most parameters.

@@ -306,9 +306,9 @@ void FSDPParamGroup::unshard() {
   const c10::NoGradGuard no_grad;
   if (from_block) {
     mesh_->block_communicator(0, layout.world)
-        ->all_gather_into(output, post_forward_shards_, *context_->all_gather);
+        ->all_gather_into(output, post_forward_shards_, *context_->all_gather, label());
   } else {
-    communicator().all_gather_into(output, gather_input(output), *context_->all_gather);
+    communicator().all_gather_into(output, gather_input(output), *context_->all_gather, label());
   }
   pending_ = Pending{output, context_->all_gather->record(), &layout, versions};
 }

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "src/comm/communicator.h"
@@ -131,6 +132,10 @@ class FSDPParamGroup {
   at::Tensor take_gradient(FSDPParam& param);
   void add_sharded_gradient(FSDPParam& param, const at::Tensor& local);
   int64_t shard_versions() const;
+  /// Of its collectives, so that ranks whose graphs have parted do not pair up different groups.
+  std::string_view label() const {
+    return module_fqn_.empty() ? std::string_view("the root") : module_fqn_;
+  }
   comm::Communicator& communicator() const { return mesh_->communicator(0); }
   int64_t world() const { return mesh_->size(0); }
   int64_t rank() const { return mesh_->coordinate(0); }

@@ -3,6 +3,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <string>
+
 #include "src/dtensor/dtensor.h"
 #include "src/fsdp/param_group.h"
 
@@ -130,16 +132,23 @@ void FSDPParamGroup::reduce_gradients() {
     copy_in(layout, i, grads[i], input);
     grads[i].reset();
   }
+  std::string name(label());
+  if (params.size() < params_.size()) {
+    // Of parameters without a gradient the ranks must have the same.
+    for (const FSDPParam* param : params) {
+      name += (param == params.front() ? ": " : ", ") + param->fqn;
+    }
+  }
   comm::Stream& stream = *context_->reduce_scatter;
   at::Tensor output = at::empty({layout.part}, options);
   stream.wait(runtime.compute_stream().record());
   if (reduce_dtype == at::kHalf) {
     const DivideFactors factors = fp16_divide_factors(world());
     stream.run([input, factors] { input.div_(factors.pre); });
-    communicator().reduce_scatter(output, input, comm::ReduceOp::sum(), stream);
+    communicator().reduce_scatter(output, input, comm::ReduceOp::sum(), stream, name);
     stream.run([output, factors] { output.div_(factors.post); });
   } else {
-    communicator().reduce_scatter(output, input, comm::ReduceOp::avg(), stream);
+    communicator().reduce_scatter(output, input, comm::ReduceOp::avg(), stream, name);
   }
   if (reduce_dtype != dtype) {
     const at::Tensor cast = at::empty({layout.part}, options.dtype(dtype));

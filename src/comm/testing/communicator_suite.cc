@@ -334,6 +334,53 @@ TEST_P(CommunicatorSuite, SubgroupsAreWorldsOfTheirOwn) {
   });
 }
 
+// Operations alike in all but their group: mixed up, the sums would be of the wrong values.
+TEST_P(CommunicatorSuite, GroupsOfTheSameRanksDoNotPairUp) {
+  run([&](Runtime& runtime) {
+    const int n = size();
+    std::vector<int> everybody(n);
+    std::iota(everybody.begin(), everybody.end(), 0);
+    const CommunicatorPtr first = runtime.world()->subgroup(everybody, "same");
+    const CommunicatorPtr second = runtime.world()->subgroup(everybody, "same");
+    const auto a = runtime.create_stream("a", StreamPriority::kNormal);
+    const auto b = runtime.create_stream("b", StreamPriority::kNormal);
+    const at::Tensor x = at::full({3}, 1.0), y = at::full({3}, 100.0);
+    begin(runtime, *a);
+    begin(runtime, *b);
+    const bool other_order = runtime.rank() % 2 == 1;
+    if (other_order) second->all_reduce(y, ReduceOp::sum(), *b);
+    first->all_reduce(x, ReduceOp::sum(), *a);
+    if (!other_order) second->all_reduce(y, ReduceOp::sum(), *b);
+    finish(runtime, *a);
+    finish(runtime, *b);
+    EXPECT_EQ(x[0].item<float>(), 1.0f * n);
+    EXPECT_EQ(y[0].item<float>(), 100.0f * n);
+  });
+}
+
+// Rank 1 goes through the dims of a mesh in another order than the others. It holds nobody up for
+// ever, and every sum is over the group that was named.
+TEST_P(CommunicatorSuite, OperationsOfDifferentGroupsNeedNoCommonOrder) {
+  if (size() % 2 != 0) return;
+  run([&](Runtime& runtime) {
+    const int n = size(), rank = runtime.rank(), width = n / 2;
+    std::vector<int> row(width);
+    std::iota(row.begin(), row.end(), rank / width * width);
+    const std::vector<int> column = {rank % width, rank % width + width};
+    const CommunicatorPtr groups[] = {runtime.world()->subgroup(column, "column"),
+                                      runtime.world()->subgroup(row, "row")};
+    for (const int i : {0, 1}) {
+      const CommunicatorPtr& group = groups[rank == 1 ? 1 - i : i];
+      const at::Tensor value = at::full({2}, 1.0 + rank);
+      group->all_reduce(value, ReduceOp::sum(), runtime.compute_stream());
+      runtime.compute_stream().synchronize();
+      int expected = group->size();
+      for (const int member : group->ranks()) expected += member;
+      EXPECT_EQ(value[1].item<float>(), static_cast<float>(expected)) << group->name();
+    }
+  });
+}
+
 TEST_P(CommunicatorSuite, AStreamRunsItsWorkInOrder) {
   run([&](Runtime& runtime) {
     const int rank = runtime.rank();
