@@ -110,12 +110,21 @@ void Module::register_forward_hook(ForwardHook hook, bool prepend) {
   hooks_.insert(prepend ? hooks_.begin() : hooks_.end(), std::move(hook));
 }
 
+void Module::register_forward_error_hook(ForwardErrorHook hook) {
+  TORCH_CHECK(hook, "register_forward_error_hook of ", name(), ": the hook is empty");
+  error_hooks_.push_back(std::move(hook));
+}
+
 void Module::run_forward_pre_hooks(const TensorRefs& inputs) {
   for (const ForwardPreHook& hook : pre_hooks_) hook(*this, inputs);
 }
 
 void Module::run_forward_hooks(const TensorRefs& outputs) {
   for (const ForwardHook& hook : hooks_) hook(*this, outputs);
+}
+
+void Module::run_forward_error_hooks() {
+  for (const ForwardErrorHook& hook : error_hooks_) hook(*this);
 }
 
 void Module::set_extension(const std::string& key, std::shared_ptr<ModuleExtension> extension) {

@@ -45,6 +45,8 @@ class Module : public torch::nn::Module {
   using ForwardPreHook = std::function<void(Module& module, const TensorRefs& inputs)>;
   /// Sees, and may replace, the tensors in the result of forward.
   using ForwardHook = std::function<void(Module& module, const TensorRefs& outputs)>;
+  /// Learns that forward, or one of its hooks, has thrown. Throws nothing itself.
+  using ForwardErrorHook = std::function<void(Module& module)>;
 
   using torch::nn::Module::Module;
   /// A copy's slots would be the original's members.
@@ -86,9 +88,13 @@ class Module : public torch::nn::Module {
   /// registered from inside a hook of the same kind and not prepended runs in the same call.
   void register_forward_pre_hook(ForwardPreHook hook, bool prepend = false);
   void register_forward_hook(ForwardHook hook, bool prepend = false);
-  bool has_forward_hooks() const { return !pre_hooks_.empty() || !hooks_.empty(); }
+  void register_forward_error_hook(ForwardErrorHook hook);
+  bool has_forward_hooks() const {
+    return !pre_hooks_.empty() || !hooks_.empty() || !error_hooks_.empty();
+  }
   void run_forward_pre_hooks(const TensorRefs& inputs);
   void run_forward_hooks(const TensorRefs& outputs);
+  void run_forward_error_hooks();
 
   /// One extension a key ("fsdp"); null removes it.
   void set_extension(const std::string& key, std::shared_ptr<ModuleExtension> extension);
@@ -104,6 +110,7 @@ class Module : public torch::nn::Module {
   // Lists: a hook may register another while it runs.
   std::list<ForwardPreHook> pre_hooks_;
   std::list<ForwardHook> hooks_;
+  std::list<ForwardErrorHook> error_hooks_;
   std::map<std::string, std::shared_ptr<ModuleExtension>> extensions_;
 };
 
@@ -210,6 +217,31 @@ template <typename Arg>
 using HeldArgument = std::conditional_t<HoldsTensors<std::remove_cvref_t<Arg>>::value,
                                         std::remove_cvref_t<Arg>, Arg&&>;
 
+/// Whether Impl's forward takes argument `i` of these by non-const reference though it holds
+/// tensors: a const one, otherwise alike, will not do.
+template <typename Impl, std::size_t i, typename... Args, std::size_t... j>
+constexpr bool writes_argument(std::index_sequence<j...>) {
+  using Arg = std::tuple_element_t<i, std::tuple<Args&&...>>;
+  if constexpr (std::is_lvalue_reference_v<Arg> && !std::is_const_v<std::remove_reference_t<Arg>> &&
+                HoldsTensors<std::remove_cvref_t<Arg>>::value) {
+    return !requires(Impl & impl) {
+      impl.forward(
+          std::declval<std::conditional_t<i == j, const std::remove_cvref_t<Args>&, Args&&>>()...);
+    };
+  } else {
+    return false;
+  }
+}
+
+/// The same of any argument.
+template <typename Impl, typename... Args>
+constexpr bool writes_arguments() {
+  return []<std::size_t... i>(std::index_sequence<i...> all) {
+    return (writes_argument<Impl, i, Args...>(all) || ...);
+  }
+  (std::index_sequence_for<Args...>());
+}
+
 }  // namespace internal
 
 /// Appends the addresses of the defined tensors in `value`: tensors, optionals, vectors, arrays,
@@ -233,6 +265,11 @@ class ModuleHolder : public torch::nn::ModuleHolder<Impl> {
       -> std::remove_cvref_t<decltype(std::declval<Impl&>().forward(std::forward<Args>(args)...))> {
     static_assert(!(internal::IsTensorArrayRef<std::remove_cvref_t<Args>>::value || ...),
                   "hooks can't replace the tensors of an ArrayRef: pass a std::vector<at::Tensor>");
+    static_assert(
+        !internal::writes_arguments<Impl, Args...>(),
+        "forward takes tensors by non-const reference: when there are hooks that is a "
+        "copy, and what forward writes to it would be lost; return the tensors, or pass a "
+        "pointer");
     Impl& impl = *this->get();
     if (!impl.has_forward_hooks()) return impl.forward(std::forward<Args>(args)...);
     return forward_with_hooks(impl, std::index_sequence_for<Args...>(),
@@ -244,19 +281,24 @@ class ModuleHolder : public torch::nn::ModuleHolder<Impl> {
   static auto forward_with_hooks(Impl& impl, std::index_sequence<i...>, Args&&... args)
       -> std::remove_cvref_t<decltype(impl.forward(std::forward<Args>(args)...))> {
     using Result = std::remove_cvref_t<decltype(impl.forward(std::forward<Args>(args)...))>;
-    std::tuple<internal::HeldArgument<Args>...> held(std::forward<Args>(args)...);
-    Module::TensorRefs inputs;
-    (collect_tensors(std::get<i>(held), inputs), ...);
-    impl.run_forward_pre_hooks(inputs);
-    if constexpr (std::is_void_v<Result>) {
-      impl.forward(static_cast<Args&&>(std::get<i>(held))...);
-      impl.run_forward_hooks({});
-    } else {
-      Result result = impl.forward(static_cast<Args&&>(std::get<i>(held))...);
-      Module::TensorRefs outputs;
-      collect_tensors(result, outputs);
-      impl.run_forward_hooks(outputs);
-      return result;
+    try {
+      std::tuple<internal::HeldArgument<Args>...> held(std::forward<Args>(args)...);
+      Module::TensorRefs inputs;
+      (collect_tensors(std::get<i>(held), inputs), ...);
+      impl.run_forward_pre_hooks(inputs);
+      if constexpr (std::is_void_v<Result>) {
+        impl.forward(static_cast<Args&&>(std::get<i>(held))...);
+        impl.run_forward_hooks({});
+      } else {
+        Result result = impl.forward(static_cast<Args&&>(std::get<i>(held))...);
+        Module::TensorRefs outputs;
+        collect_tensors(result, outputs);
+        impl.run_forward_hooks(outputs);
+        return result;
+      }
+    } catch (...) {
+      impl.run_forward_error_hooks();
+      throw;
     }
   }
 };

@@ -269,6 +269,74 @@ TEST(ForwardHooks, VoidForwardAndMoveOnlyArguments) {
   EXPECT_EQ(after, 1);
 }
 
+// What forward writes into an argument would be lost with the hooks' copy of it: such a forward
+// does not compile. Constant references, values, pointers and what holds no tensors are no copies.
+TEST(ForwardHooks, RefuseForwardsThatWriteTheirArguments) {
+  struct Writer {
+    void forward(std::vector<at::Tensor>&, int) {}
+    void forward(const at::Tensor&, at::Tensor&) {}
+  };
+  struct Reader {
+    void forward(const std::vector<at::Tensor>&, int&) {}
+    void forward(at::Tensor, const at::Tensor&) {}
+    void forward(std::vector<at::Tensor>*) {}
+  };
+  using Tensors = std::vector<at::Tensor>;
+  static_assert(internal::writes_arguments<Writer, Tensors&, int>());
+  static_assert(internal::writes_arguments<Writer, at::Tensor&, at::Tensor&>());
+  static_assert(internal::writes_arguments<Writer, at::Tensor, at::Tensor&>());
+  static_assert(!internal::writes_arguments<Reader, Tensors&, int&>());
+  static_assert(!internal::writes_arguments<Reader, at::Tensor&, at::Tensor&>());
+  static_assert(!internal::writes_arguments<Reader, at::Tensor, const at::Tensor&>());
+  static_assert(!internal::writes_arguments<Reader, Tensors*>());
+}
+
+class AppendImpl : public Module {
+ public:
+  void forward(const at::Tensor& x, std::vector<at::Tensor>* out) { out->push_back(x + 1); }
+};
+PPFSDP_MODULE(Append);
+
+// The way that the refusal recommends must work.
+TEST(ForwardHooks, LeaveWhatAPointerPointsTo) {
+  Append append;
+  append->register_forward_pre_hook([](Module&, const Module::TensorRefs&) {});
+  std::vector<at::Tensor> out;
+  append(at::zeros({1}), &out);
+  ASSERT_EQ(out.size(), 1u);
+  EXPECT_EQ(out[0].item<float>(), 1.0f);
+}
+
+class ThrowingImpl : public Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) {
+    TORCH_CHECK(!throws, "forward failed");
+    return x;
+  }
+  bool throws = false;
+};
+PPFSDP_MODULE(Throwing);
+
+// An extension that began something before forward must learn that there is no after.
+TEST(ForwardHooks, ErrorHooksRunWhenForwardOrAHookThrows) {
+  Throwing module;
+  int errors = 0;
+  bool hook_throws = false;
+  module->register_forward_error_hook([&](Module&) { ++errors; });
+  module->register_forward_hook(
+      [&](Module&, const Module::TensorRefs&) { TORCH_CHECK(!hook_throws, "hook failed"); });
+  module(at::zeros({1}));
+  EXPECT_EQ(errors, 0);
+  module->throws = true;
+  EXPECT_THROW(module(at::zeros({1})), c10::Error);
+  EXPECT_EQ(errors, 1);
+  module->throws = false;
+  hook_throws = true;
+  EXPECT_THROW(module(at::zeros({1})), c10::Error);
+  EXPECT_EQ(errors, 2);
+  EXPECT_THROW(module->register_forward_error_hook(nullptr), c10::Error);
+}
+
 TEST(CollectTensors, FindsThemAtAnyDepth) {
   std::map<std::string, std::vector<std::pair<int, std::array<at::Tensor, 2>>>> nested;
   nested["a"].push_back({1, {at::ones({1}), at::ones({2})}});
