@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "sim/mesh/poison.h"
+#include "sim/mesh/shared_memory.h"
 #include "sim/mesh/sim_stream.h"
 #include "sim/mesh/world_state.h"
 #include "src/comm/communicator.h"
@@ -208,19 +210,32 @@ void Operation::make_groups() {
   }
 }
 
+void Operation::gather() {
+  const auto gather_to = [&](char* output) {
+    for (const Participant& from : participants_) {
+      const at::Tensor& input = from.request.input;
+      copy_bytes(output, bytes_of(input), input.nbytes());
+      output += input.nbytes();
+    }
+  };
+  std::optional<SharedMemory> shared;
+  for (const Participant& to : participants_) {
+    const at::Tensor& output = to.request.output;
+    if (!to.request.shares_output) {
+      gather_to(mutable_bytes_of(output));
+      continue;
+    }
+    if (!shared.has_value()) gather_to(shared.emplace(output.nbytes()).data());
+    shared->put_under(*output.storage().unsafeGetStorageImpl(), output.nbytes());
+  }
+}
+
 void Operation::move_data() {
   const Request& first = participants_[0].request;
   switch (first.kind) {
-    case Kind::kAllGather: {
-      const size_t bytes = first.input.nbytes();
-      for (const Participant& to : participants_) {
-        char* output = mutable_bytes_of(to.request.output);
-        for (int from = 0; from < size(); ++from) {
-          copy_bytes(output + from * bytes, bytes_of(participants_[from].request.input), bytes);
-        }
-      }
+    case Kind::kAllGather:
+      gather();
       break;
-    }
     case Kind::kReduceScatter: {
       std::vector<at::Tensor> inputs;
       inputs.reserve(participants_.size());
@@ -280,37 +295,36 @@ void Operation::move_data() {
 void Operation::poison_outputs(int index) {
   Request& request = participants_[index].request;
   const at::Tensor& output = request.output;
-  if (!output.defined() || output.nbytes() == 0) return;
+  if (!output.defined() || output.nbytes() == 0 || request.shares_output) return;
   char* data = mutable_bytes_of(output);
-  const at::ScalarType dtype = output.scalar_type();
   switch (request.kind) {
     case Kind::kAllGather: {
       const char* own = bytes_of(request.input);
       const char* end = data + output.nbytes();
-      if (own < data || own >= end) return poison(data, output.nbytes(), dtype);
+      if (own < data || own >= end) return poison(data, output.nbytes());
       // In place: the rank's own slot is the input.
       const auto before = static_cast<size_t>(own - data);
-      poison(data, before, dtype);
+      poison(data, before);
       const size_t behind = before + request.input.nbytes();
-      return poison(data + behind, output.nbytes() - behind, dtype);
+      return poison(data + behind, output.nbytes() - behind);
     }
     case Kind::kReduceScatter: {
       const char* input = bytes_of(request.input);
       const bool in_place = data >= input && data < input + request.input.nbytes();
-      return in_place ? void() : poison(data, output.nbytes(), dtype);
+      return in_place ? void() : poison(data, output.nbytes());
     }
     case Kind::kAllReduce: {
       at::Tensor aside = at::empty_like(output);
       std::memcpy(aside.mutable_data_ptr(), data, output.nbytes());
       request.input = std::move(aside);
-      return poison(data, output.nbytes(), dtype);
+      return poison(data, output.nbytes());
     }
     case Kind::kBroadcast:
       // The root's tensor is only read.
-      return request.input.defined() ? void() : poison(data, output.nbytes(), dtype);
+      return request.input.defined() ? void() : poison(data, output.nbytes());
     case Kind::kAllToAll:
     case Kind::kRecv:
-      return poison(data, output.nbytes(), dtype);
+      return poison(data, output.nbytes());
     case Kind::kSend:
     case Kind::kBarrier:
     case Kind::kSubgroup:

@@ -66,6 +66,9 @@ struct Request {
   /// Subgroup: the members as ranks of the group, and the new group's name.
   std::vector<int> members = {};
   std::string name = {};
+  /// All-gather: `output` is backed by NaNs that are not to be written, and then by memory that it
+  /// shares with other ranks.
+  bool shares_output = false;
   /// What the caller says it is for.
   std::string label = {};
 
@@ -116,6 +119,7 @@ class Operation {
   std::string rank_name(int index) const;
   void check_match(int index, const Request& request) const;
   void make_groups();
+  void gather();
   void move_data();
 
   World& world_;

@@ -1,13 +1,12 @@
 #pragma once
 
-#include <c10/core/ScalarType.h>
-
 #include <cstddef>
 
 namespace ppfsdp::sim {
 
-/// Fills memory that holds no valid value: NaN in floating-point and complex dtypes, the byte 0x7f
-/// in all others (large for an integer, out of range for an index).
-void poison(void* data, size_t bytes, c10::ScalarType dtype);
+/// Fills memory that holds no valid value with the bytes ff 7f ff 7f ...: a NaN in every dtype that
+/// has one, a large value in integers of 16 bits and more (as an index out of range). `data` is
+/// aligned for its dtype.
+void poison(void* data, size_t bytes);
 
 }  // namespace ppfsdp::sim

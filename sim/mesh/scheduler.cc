@@ -92,15 +92,24 @@ void Scheduler::fail(int rank, std::exception_ptr error) {
   error_ = std::move(error);
 }
 
-void Scheduler::pass_to(int rank) {
-  ranks_[rank].turn.store(1, std::memory_order_release);
-  ranks_[rank].turn.notify_one();
+Scheduler::Turn::Turn() {
+  TORCH_CHECK(sem_init(&semaphore_, 0, 0) == 0, "cannot make a semaphore");
 }
 
+Scheduler::Turn::~Turn() { sem_destroy(&semaphore_); }
+
+void Scheduler::Turn::pass() { sem_post(&semaphore_); }
+
+void Scheduler::Turn::await() {
+  // A signal's handler interrupts it.
+  while (sem_wait(&semaphore_) != 0) {
+  }
+}
+
+void Scheduler::pass_to(int rank) { ranks_[rank].turn.pass(); }
+
 void Scheduler::await_turn(int rank) {
-  std::atomic<int>& turn = ranks_[rank].turn;
-  turn.wait(0, std::memory_order_acquire);
-  turn.store(0, std::memory_order_relaxed);
+  ranks_[rank].turn.await();
   running_ = rank;
 }
 

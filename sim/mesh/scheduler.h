@@ -1,6 +1,7 @@
 #pragma once
 
-#include <atomic>
+#include <semaphore.h>
+
 #include <cstddef>
 #include <deque>
 #include <exception>
@@ -74,9 +75,21 @@ class Scheduler {
   std::exception_ptr error() const { return error_; }
 
  private:
+  /// The baton on its way to one rank. (Not std::atomic::wait, which looks several times before it
+  /// sleeps: in vain, since whoever passes the baton on is still at work.)
+  class Turn {
+   public:
+    Turn();
+    ~Turn();
+    void pass();
+    void await();
+
+   private:
+    sem_t semaphore_;
+  };
+
   struct alignas(64) Rank {
-    /// 1 when this rank holds the baton.
-    std::atomic<int> turn{0};
+    Turn turn;
     bool returned = false;
   };
 

@@ -1,5 +1,6 @@
 #include "sim/mesh/sim_communicator.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
@@ -69,6 +70,19 @@ void SimCommunicator::do_all_gather_into(const at::Tensor& output, const at::Ten
                                          comm::Stream& stream) {
   issue({.kind = Kind::kAllGather, .output = output, .input = input, .label = std::string(label())},
         stream);
+}
+
+at::Tensor SimCommunicator::do_all_gather(const at::Tensor& input, comm::Stream& stream) {
+  const at::Tensor output = at::empty({0}, input.options());
+  output.unsafeGetTensorImpl()->set_sizes_contiguous({size() * input.numel()});
+  world_->put_poison_under(*output.storage().unsafeGetStorageImpl(), output.nbytes());
+  issue({.kind = Kind::kAllGather,
+         .output = output,
+         .input = input,
+         .shares_output = true,
+         .label = std::string(label())},
+        stream);
+  return output;
 }
 
 void SimCommunicator::do_reduce_scatter(const at::Tensor& output, const at::Tensor& input,

@@ -20,6 +20,7 @@ class SimCommunicator : public comm::Communicator {
  protected:
   void do_all_gather_into(const at::Tensor& output, const at::Tensor& input,
                           comm::Stream& stream) override;
+  at::Tensor do_all_gather(const at::Tensor& input, comm::Stream& stream) override;
   void do_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                          const comm::ReduceOp& op, comm::Stream& stream) override;
   void do_all_reduce(const at::Tensor& tensor, const comm::ReduceOp& op,

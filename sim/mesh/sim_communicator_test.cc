@@ -6,7 +6,10 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/eq.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -185,6 +188,35 @@ TEST(SimCommunicator, subgroups_share_nothing_but_their_members) {
       EXPECT_EQ(sum_over(*pair), column < 2 ? 6.0f * row + 1 : static_cast<float>(rank));
     });
   }
+}
+
+// Copies of their own would cost a world of n ranks n times the memory and the time.
+TEST(SimCommunicator, ranks_share_what_they_gather) {
+  const void* data = nullptr;
+  run_world(3, {}, [&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("gather", StreamPriority::kHigh);
+    const at::Tensor output =
+        runtime.world()->all_gather(at::full({2}, runtime.rank(), at::kFloat), *stream);
+    stream->synchronize();
+    if (runtime.rank() == 0) data = output.const_data_ptr();
+    runtime.world()->barrier();
+    EXPECT_EQ(output.const_data_ptr(), data);
+    runtime.world()->barrier();
+  });
+}
+
+// Who reads the output without a wait must not find old or early values there.
+TEST(SimCommunicator, what_is_not_yet_gathered_is_nan) {
+  run_world(2, {.schedule = Schedule::kLazy}, [](Runtime& runtime) {
+    const auto stream = runtime.create_stream("gather", StreamPriority::kHigh);
+    for (const int64_t numel : {2, 5, 3}) {
+      const at::Tensor output = runtime.world()->all_gather(at::ones({numel}), *stream);
+      EXPECT_EQ(output.numel(), 2 * numel);
+      EXPECT_TRUE(output.isnan().all().item<bool>());
+      stream->synchronize();
+      EXPECT_TRUE(output.eq(1).all().item<bool>());
+    }
+  });
 }
 
 TEST(SimCommunicator, matches_by_order_of_issue_over_streams) {

@@ -265,6 +265,31 @@ TEST(FreeStorage, comes_back_as_nan_and_keeps_the_version) {
   });
 }
 
+// A stray write must neither crash nor reach what others freed.
+TEST(FreeStorage, a_write_to_what_was_freed_stays_there) {
+  run_world(1, {}, [](Runtime& runtime) {
+    const at::Tensor a = at::ones({4}), b = at::ones({4});
+    runtime.free_storage(a);
+    runtime.free_storage(b);
+    a.fill_(3);
+    EXPECT_TRUE(b.isnan().all().item<bool>());
+    runtime.alloc_storage(b);
+    EXPECT_TRUE(b.isnan().all().item<bool>());
+  });
+}
+
+// Parameters are freed as bytes, whatever their dtype.
+TEST(FreeStorage, is_nan_for_every_view) {
+  run_world(1, {}, [](Runtime& runtime) {
+    const at::Tensor bytes = at::zeros({64}, at::kByte);
+    const at::Tensor half = bytes.view(at::kBFloat16), single = bytes.view(at::kFloat);
+    runtime.free_storage(bytes);
+    EXPECT_TRUE(half.isnan().all().item<bool>());
+    runtime.alloc_storage(bytes);
+    EXPECT_TRUE(single.isnan().all().item<bool>());
+  });
+}
+
 TEST(FreeStorage, really_frees_without_poison) {
   run_world(1, {.poison = false}, [](Runtime& runtime) {
     const at::Tensor tensor = at::ones({4});

@@ -27,6 +27,12 @@ at::Generator copy_of_default_generator() {
   return generator.clone();
 }
 
+/// Bytes; 0 for a tensor that cannot have any.
+size_t memory_under(const at::Tensor& tensor) {
+  const bool has_storage = tensor.defined() && tensor.unsafeGetTensorImpl()->has_storage();
+  return has_storage ? tensor.storage().nbytes() : 0;
+}
+
 class SimRuntime : public comm::Runtime {
  public:
   SimRuntime(std::shared_ptr<World> world, int rank)
@@ -52,22 +58,24 @@ class SimRuntime : public comm::Runtime {
   }
 
   void free_storage(const at::Tensor& tensor) override {
-    if (!world_->options().poison) {
-      comm::Runtime::free_storage(tensor);
-    } else if (tensor.storage().nbytes() != 0) {
-      // The memory stays with the storage, so that who reads it too late sees NaN and does not
-      // crash.
-      poison(tensor.storage().mutable_data(), tensor.storage().nbytes(), tensor.scalar_type());
+    const size_t bytes = memory_under(tensor);
+    comm::Runtime::free_storage(tensor);
+    // Who reads it too late sees NaN and does not crash.
+    if (world_->options().poison && bytes != 0) {
+      world_->put_poison_under(*tensor.storage().unsafeGetStorageImpl(), bytes);
     }
     world_->scheduler().point(rank_, Point::kQueue);
   }
 
   void alloc_storage(const at::Tensor& tensor) override {
-    const bool had_memory = tensor.storage().nbytes() >= comm::storage_bytes(tensor);
+    const bool poisoned =
+        memory_under(tensor) != 0 && world_->is_on_poison(*tensor.storage().unsafeGetStorageImpl());
+    if (poisoned) comm::Runtime::free_storage(tensor);
+    const size_t before = memory_under(tensor);
     comm::Runtime::alloc_storage(tensor);
-    // Memory that was here already is poisoned since it was freed, or in use.
-    if (world_->options().poison && !had_memory) {
-      poison(tensor.storage().mutable_data(), tensor.storage().nbytes(), tensor.scalar_type());
+    const size_t after = memory_under(tensor);
+    if (world_->options().poison && after != before) {
+      poison(tensor.storage().mutable_data(), after);
     }
     world_->scheduler().point(rank_, Point::kQueue);
   }

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <utility>
 
+#include "sim/mesh/poison.h"
 #include "src/comm/communicator.h"
 
 namespace ppfsdp::sim {
@@ -91,6 +92,20 @@ void World::poison_in_flight(int rank) {
   for (const auto& [operation, index] : std::exchange(ranks_[rank].in_flight, {})) {
     operation->poison_outputs(index);
   }
+}
+
+void World::put_poison_under(c10::StorageImpl& storage, size_t bytes) {
+  if (poison_.empty() || poison_.back().size() < bytes) {
+    // Doubled at least, so that there are few.
+    const size_t size = poison_.empty() ? bytes : std::max(bytes, 2 * poison_.back().size());
+    poison(poison_.emplace_back(size).data(), size);
+  }
+  poison_.back().put_under(storage, bytes);
+}
+
+bool World::is_on_poison(const c10::StorageImpl& storage) const {
+  return std::ranges::any_of(
+      poison_, [&](const SharedMemory& memory) { return memory.data() == storage.data(); });
 }
 
 std::string World::describe_wait(int rank) const {

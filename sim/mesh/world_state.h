@@ -8,6 +8,7 @@
 
 #include "sim/mesh/operation.h"
 #include "sim/mesh/scheduler.h"
+#include "sim/mesh/shared_memory.h"
 #include "sim/mesh/sim_stream.h"
 #include "sim/mesh/world.h"
 
@@ -47,6 +48,11 @@ class World : public Scheduler::Client {
   void remove_in_flight(int rank, const Operation& operation);
   void poison_in_flight(int rank);
 
+  /// Makes poison, as much as `bytes`, the memory of `storage`; who writes there gets a copy.
+  void put_poison_under(c10::StorageImpl& storage, size_t bytes);
+  /// Whether `storage` lies on it.
+  bool is_on_poison(const c10::StorageImpl& storage) const;
+
   void before_resume(int rank) override { poison_in_flight(rank); }
   std::exception_ptr stuck() override;
 
@@ -75,6 +81,8 @@ class World : public Scheduler::Client {
   std::deque<std::unique_ptr<StreamQueue>> streams_;
   std::vector<std::weak_ptr<Group>> groups_;
   GroupPtr world_group_;
+  /// The largest, which serves all requests, is the last.
+  std::vector<SharedMemory> poison_;
 };
 
 }  // namespace ppfsdp::sim

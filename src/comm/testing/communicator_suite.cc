@@ -109,6 +109,29 @@ TEST_P(CommunicatorSuite, AllGatherPutsEveryInputInItsSlot) {
   });
 }
 
+// Ranks of one process may share the output; none may tell.
+TEST_P(CommunicatorSuite, AllGatherMakesAnOutputOfTheRanksOwn) {
+  run([&](Runtime& runtime) {
+    const auto stream = runtime.create_stream("gather", StreamPriority::kHigh);
+    const auto check = [&](at::ScalarType dtype, int64_t numel) {
+      const auto inputs = make_all_values(dtype, numel, 1, size());
+      begin(runtime, *stream);
+      const at::Tensor output = runtime.world()->all_gather(inputs[runtime.rank()], *stream);
+      finish(runtime, *stream);
+      const std::string what = fmt::format("all-gather of {} {}", numel, c10::toString(dtype));
+      expect_bits(output, at::cat(inputs), what);
+      output.fill_(runtime.rank());
+      runtime.world()->barrier();
+      expect_bits(output, at::full({size() * numel}, runtime.rank(), dtype),
+                  what + ", overwritten");
+    };
+    for (const at::ScalarType dtype : kFloats) {
+      for (const int64_t numel : kSizes) check(dtype, numel);
+    }
+    for (const at::ScalarType dtype : kOthers) check(dtype, 5);
+  });
+}
+
 TEST_P(CommunicatorSuite, ReduceScatterFoldsInTheOrderItNames) {
   run([&](Runtime& runtime) {
     const auto stream = runtime.create_stream("scatter", StreamPriority::kHigh);
