@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 #include <c10/util/strides.h>
 
 #include <cstring>
@@ -16,14 +17,6 @@ bool can_use_memcpy(const at::Tensor& a, const at::Tensor& b) {
          b.is_contiguous();
 }
 
-struct Bytes {
-  explicit Bytes(const at::Tensor& tensor)
-      : data(static_cast<char*>(tensor.mutable_data_ptr())), size(tensor.element_size()) {}
-  char* at(int64_t element) const { return data + element * size; }
-  char* data;
-  size_t size;
-};
-
 at::Tensor chunks_of(const FlatLayout& layout, const ParamExtent& extent,
                      const at::Tensor& buffer) {
   return buffer.view({layout.world, layout.part}).narrow(1, extent.offset, extent.chunk);
@@ -36,6 +29,10 @@ void FlatLayout::add(int64_t numel, int64_t chunk) {
   part += chunk;
 }
 
+int64_t chunk_numel(at::IntArrayRef sizes, int64_t world) {
+  return (sizes[0] + world - 1) / world * c10::multiply_integers(sizes.slice(1));
+}
+
 void copy_out(const FlatLayout& layout, size_t index, const at::Tensor& buffer,
               const at::Tensor& param) {
   const ParamExtent& extent = layout.params[index];
@@ -43,11 +40,14 @@ void copy_out(const FlatLayout& layout, size_t index, const at::Tensor& buffer,
     return;
   }
   if (can_use_memcpy(buffer, param)) {
-    const Bytes from(buffer);
-    const Bytes to(param);
+    const size_t size = buffer.itemsize();
+    const char* from = static_cast<const char*>(buffer.const_data_ptr()) + extent.offset * size;
+    char* to = static_cast<char*>(param.mutable_data_ptr());
     for (int64_t rank = 0; extent.begin(rank) < extent.numel; ++rank) {
-      std::memcpy(to.at(extent.begin(rank)), from.at(rank * layout.part + extent.offset),
-                  extent.length(rank) * to.size);
+      const size_t bytes = extent.length(rank) * size;
+      std::memcpy(to, from, bytes);
+      to += bytes;
+      from += layout.part * size;
     }
     return;
   }
@@ -73,13 +73,16 @@ void copy_in(const FlatLayout& layout, size_t index, const at::Tensor& grad,
     return;
   }
   if (can_use_memcpy(grad, buffer)) {
-    const Bytes from(grad);
-    const Bytes to(buffer);
+    const size_t size = buffer.itemsize();
+    const size_t chunk = extent.chunk * size;
+    const char* from = static_cast<const char*>(grad.const_data_ptr());
+    char* to = static_cast<char*>(buffer.mutable_data_ptr()) + extent.offset * size;
     for (int64_t rank = 0; rank < layout.world; ++rank) {
-      char* chunk = to.at(rank * layout.part + extent.offset);
-      const int64_t length = extent.length(rank);
-      std::memcpy(chunk, from.at(extent.begin(rank)), length * to.size);
-      std::memset(chunk + length * to.size, 0, (extent.chunk - length) * to.size);
+      const size_t bytes = extent.length(rank) * size;
+      std::memcpy(to, from, bytes);
+      std::memset(to + bytes, 0, chunk - bytes);
+      from += bytes;
+      to += layout.part * size;
     }
     return;
   }

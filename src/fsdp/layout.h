@@ -36,6 +36,10 @@ struct FlatLayout {
   void add(int64_t numel, int64_t chunk);
 };
 
+/// Elements of one chunk of a parameter of `sizes` (at least one dim) over `world` ranks:
+/// ceil(rows / world) whole rows, the dim-0 rule.
+int64_t chunk_numel(at::IntArrayRef sizes, int64_t world);
+
 /// Copies parameter `index` out of a gathered `buffer` (1-D, world * part elements) into `param`
 /// (contiguous, numel elements, the buffer's dtype).
 void copy_out(const FlatLayout& layout, size_t index, const at::Tensor& buffer,

@@ -23,7 +23,7 @@ const std::vector<Shape> kShapes = {{16, 3}, {7, 5}, {1, 4}, {5, 1}, {0, 3}, {17
 FlatLayout layout_for(int64_t world) {
   FlatLayout layout{world, 0, {}};
   for (const Shape& shape : kShapes) {
-    layout.add(shape.rows * shape.row, (shape.rows + world - 1) / world * shape.row);
+    layout.add(shape.rows * shape.row, chunk_numel({shape.rows, shape.row}, world));
   }
   return layout;
 }

@@ -156,6 +156,38 @@ TEST(Order, AMistakenPrefetchIsWaitedForAndDropped) {
   traced.backward();
 }
 
+// No later gather's wait covers for it.
+TEST(Order, AMistakenPrefetchThatIsTheLastGatherIsWaitedFor) {
+  Traced traced({.reshard_after_forward = false});
+  traced.forward();
+  traced.backward();
+  traced.update();
+  traced.trial.net->path = along({0});
+  EXPECT_THAT(traced.forward(), ElementsAre("gR", "g0", "g1", "f0"));
+  EXPECT_THAT(traced.backward(), ElementsAre("r0", "rR"));
+}
+
+// Activation checkpointing runs blocks again inside backward. They stay unsharded for their own
+// backward, and what backward prefetches is still the order of the real forward.
+TEST(Order, AForwardInsideBackwardLeavesTheOrderAlone) {
+  Traced traced({.reshard_after_forward = true});
+  traced.trial.net->path = [&](testing::NetImpl& net, const at::Tensor& x) {
+    const at::Tensor y = along({0, 1, 2})(net, x);
+    y.register_hook([&](const at::Tensor&) {
+      const c10::AutoGradMode as_in_forward(true);
+      net.blocks[1](traced.trial.input(0));
+      net.blocks[0](traced.trial.input(0));
+    });
+    return y;
+  };
+  for (int step = 0; step < 2; ++step) {
+    traced.forward();
+    EXPECT_THAT(traced.backward(),
+                ElementsAre("gR", "g2", "g1", "f1", "g0", "f0", "r2", "r1", "r0", "rR"));
+    traced.update();
+  }
+}
+
 // Unsynchronised backward reduces nothing.
 TEST(Order, NoReductionsWithoutSynchronisation) {
   Traced traced({.reshard_after_forward = true});

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <numeric>
@@ -19,11 +20,6 @@ namespace {
 constexpr int64_t kAlignment = 64;
 
 int64_t element_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
-
-int64_t product(const std::vector<int64_t>& sizes, size_t from) {
-  return std::accumulate(sizes.begin() + static_cast<int64_t>(from), sizes.end(), int64_t{1},
-                         std::multiplies<>());
-}
 
 // The one dtype of all parameters, or bytes. `layout` gets every parameter's extent in elements of
 // it. With bytes, the widest dtypes come first, so that each parameter is aligned for its own.
@@ -43,10 +39,9 @@ at::ScalarType lay_out(const std::vector<FSDPParam>& params, at::ScalarType FSDP
   for (const size_t index : order) {
     const FSDPParam& param = params[index];
     const int64_t unit = uniform ? 1 : element_size(param.*dtype);
-    const int64_t chunk_rows = (param.sizes[0] + world - 1) / world;
     // Padded to whole chunks of all ranks, then cut into `split` parts.
-    const int64_t chunk = chunk_rows * product(param.sizes, 1) * unit * world / split;
-    layout.params[index] = {product(param.sizes, 0) * unit, chunk, layout.part};
+    const int64_t chunk = chunk_numel(param.sizes, world) * unit * world / split;
+    layout.params[index] = {c10::multiply_integers(param.sizes) * unit, chunk, layout.part};
     layout.part += chunk;
   }
   if (!uniform) {
@@ -249,11 +244,8 @@ void FSDPParamGroup::adopt_replaced_parameters() {
   }
 }
 
-at::Tensor FSDPParamGroup::gather_input(const at::Tensor& output) {
-  if (!casts_) {
-    return flat_shards_;
-  }
-  // Cast straight into this rank's slot: the all-gather is then in place.
+// Straight into this rank's slot of the all-gather's output: it is then in place.
+at::Tensor FSDPParamGroup::cast_shards(const at::Tensor& output) {
   const at::Tensor input = output.narrow(0, rank() * gather_layout_.part, gather_layout_.part);
   if (shard_dtype_ != at::kByte && gather_dtype_ != at::kByte) {
     context_->copy_in->run([input, shards = flat_shards_] { input.copy_(shards); });
@@ -301,16 +293,19 @@ void FSDPParamGroup::unshard() {
   }
   const bool from_block = state_ == State::kPostForwardSharded;
   const FlatLayout& layout = from_block ? post_forward_layout_ : gather_layout_;
-  const at::Tensor output =
-      at::empty({layout.world * layout.part}, flat_shards_.options().dtype(gather_dtype_));
+  comm::Stream& stream = *context_->all_gather;
   const c10::NoGradGuard no_grad;
+  at::Tensor output;
   if (from_block) {
-    mesh_->block_communicator(0, layout.world)
-        ->all_gather_into(output, post_forward_shards_, *context_->all_gather, label());
+    output = mesh_->block_communicator(0, layout.world)
+                 ->all_gather(post_forward_shards_, stream, label());
+  } else if (casts_) {
+    output = at::empty({layout.world * layout.part}, flat_shards_.options().dtype(gather_dtype_));
+    communicator().all_gather_into(output, cast_shards(output), stream, label());
   } else {
-    communicator().all_gather_into(output, gather_input(output), *context_->all_gather, label());
+    output = communicator().all_gather(flat_shards_, stream, label());
   }
-  pending_ = Pending{output, context_->all_gather->record(), &layout, versions};
+  pending_ = Pending{output, stream.record(), &layout, versions};
 }
 
 void FSDPParamGroup::unshard_now() {

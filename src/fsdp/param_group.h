@@ -119,7 +119,7 @@ class FSDPParamGroup {
   bool parameters_were_replaced() const;
   void adopt_replaced_parameters();
   at::Tensor local_view(size_t index) const;
-  at::Tensor gather_input(const at::Tensor& output);
+  at::Tensor cast_shards(const at::Tensor& output);
   void to_unsharded();
   void to_sharded();
   void to_post_forward_sharded();

@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <string>
 
@@ -119,11 +120,7 @@ void FSDPParamGroup::reduce_gradients() {
 
   FlatLayout layout{world(), 0, {}};
   for (const FSDPParam* param : params) {
-    int64_t row = 1;
-    for (size_t dim = 1; dim < param->sizes.size(); ++dim) {
-      row *= param->sizes[dim];
-    }
-    layout.add(row * param->sizes[0], (param->sizes[0] + world() - 1) / world() * row);
+    layout.add(c10::multiply_integers(param->sizes), chunk_numel(param->sizes, world()));
   }
   comm::Runtime& runtime = context_->runtime;
   const at::TensorOptions options = flat_shards_.options().dtype(reduce_dtype);
