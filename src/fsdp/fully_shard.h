@@ -51,7 +51,8 @@ class FSDPModule {
   /// `recurse`: also every fully sharded module below.
   void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true);
   /// Whether the next backward is the last before the optimizer; only then are the pending
-  /// reduce-scatters waited for and the backward's order forgotten. True by default.
+  /// reduce-scatters waited for and the backward's order forgotten. True by default. Any module may
+  /// say it for all that share its root.
   void set_is_last_backward(bool is_last_backward);
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "src/fsdp/param_group.h"
 #include "src/fsdp/state.h"
@@ -197,6 +198,38 @@ TEST(Order, NoReductionsWithoutSynchronisation) {
   traced.trial.fsdp->set_requires_gradient_sync(true);
   traced.forward();
   EXPECT_THAT(traced.backward(), ElementsAre("gR", "g2", "g1", "r2", "g0", "r1", "r0", "rR"));
+}
+
+// Whichever module is told, before the first forward and later: what is pending is waited for at
+// the end of the last backward only.
+TEST(Order, AnyModuleSaysWhichBackwardIsTheLast) {
+  for (const bool before_the_first_forward : {true, false}) {
+    Traced traced({.reshard_after_forward = true});
+    auto& blocks = traced.trial.net->blocks;
+    if (!before_the_first_forward) traced.trial.loss(0).backward();
+    fsdp_module(*blocks[1]).set_is_last_backward(false);
+    traced.trial.loss(0).backward();
+    EXPECT_FALSE(traced.runtime.reductions_are_visible());
+    fsdp_module(*blocks[2]).set_is_last_backward(true);
+    traced.trial.loss(0).backward();
+    EXPECT_TRUE(traced.runtime.reductions_are_visible());
+    EXPECT_THAT(traced.runtime.faults, IsEmpty());
+  }
+}
+
+// The failed forward is over: a block by itself must wait for what the optimizer wrote since.
+TEST(Order, ABlockAloneAfterAFailedForwardWaitsForTheOptimizer) {
+  Traced traced({.reshard_after_forward = true});
+  traced.forward();
+  traced.backward();
+  traced.trial.net->path = [](testing::NetImpl& net, const at::Tensor& x) -> at::Tensor {
+    net.blocks[0](x);
+    throw std::runtime_error("interrupted");
+  };
+  EXPECT_THROW(traced.forward(), std::runtime_error);
+  traced.update();
+  traced.trial.net->blocks[1](traced.trial.input(1));
+  EXPECT_THAT(traced.runtime.faults, IsEmpty());
 }
 
 // Forward with resharding holds the root, one block, and what is gathered for the next: however

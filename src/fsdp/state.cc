@@ -99,6 +99,7 @@ void FSDPState::install_hooks() {
       /*prepend=*/true);
   module_->register_forward_hook(
       [this](nn::Module&, const nn::Module::TensorRefs& outputs) { post_forward(outputs); });
+  module_->register_forward_error_hook([this](nn::Module&) { forward_failed(); });
 }
 
 std::vector<FSDPState*> FSDPState::states_below() {
@@ -125,9 +126,13 @@ void FSDPState::lazy_init() {
                 "after fully_shard must be the root's");
   }
   context_ = std::make_shared<CommContext>(options_.mesh->runtime());
+  bool is_last_backward = true;
   for (const auto& [name, state] : named) {
     if (state->root_ != nullptr) {
       continue;  // a shared module, seen under another name
+    }
+    if (!std::exchange(state->is_last_backward_, true)) {
+      is_last_backward = false;
     }
     state->root_ = this;
     state->is_root_ = state == this;
@@ -142,6 +147,7 @@ void FSDPState::lazy_init() {
       state->group_->set_reshard_after_forward(state != this);
     }
   }
+  is_last_backward_ = is_last_backward;
 }
 
 void FSDPState::begin_forward() {
@@ -232,6 +238,13 @@ void FSDPState::post_forward(const nn::Module::TensorRefs& outputs) {
   }
 }
 
+// What runs next is an outermost forward of its own, even if it is a block alone.
+void FSDPState::forward_failed() {
+  if (context_ != nullptr && context_->forward_root == this) {
+    context_->forward_root = nullptr;
+  }
+}
+
 void FSDPState::pre_backward() {
   TORCH_CHECK(root_ != nullptr,
               "fully_shard: backward through a module whose root has been destroyed since its "
@@ -316,6 +329,11 @@ void FSDPState::forget_failed_backward() {
 }
 
 void FSDPState::set_is_last_backward(bool value) {
+  if (root_ != nullptr) {
+    root_->is_last_backward_ = value;
+    return;
+  }
+  // Whoever turns out to be the root takes it over.
   for (FSDPState* state : states_below()) {
     state->is_last_backward_ = value;
   }

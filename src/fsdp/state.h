@@ -41,6 +41,7 @@ class FSDPState : public nn::ModuleExtension, public std::enable_shared_from_thi
   void begin_forward();
   void pre_forward(const nn::Module::TensorRefs& inputs);
   void post_forward(const nn::Module::TensorRefs& outputs);
+  void forward_failed();
   void pre_backward();
   void post_backward();
   void queue_final_callback();
@@ -63,6 +64,7 @@ class FSDPState : public nn::ModuleExtension, public std::enable_shared_from_thi
   /// runs it.
   bool backward_began_ = false;
   std::weak_ptr<void> backward_;
+  /// Of the root; before there is one, of each state.
   bool is_last_backward_ = true;
 };
 
