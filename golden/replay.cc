@@ -10,7 +10,6 @@
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
-#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -21,6 +20,7 @@
 #include "golden/case.h"
 #include "golden/compare.h"
 #include "golden/train.h"
+#include "sim/mesh/schedule.h"
 #include "sim/mesh/world.h"
 #include "src/cli/launch.h"
 #include "src/cli/report.h"
@@ -32,10 +32,6 @@ namespace {
 constexpr int kEqual = 0, kDiffers = 1, kBadInput = 2;
 /// Steps whose time does not count: the first ones build what later ones reuse.
 constexpr size_t kWarmUp = 3;
-const std::map<std::string, sim::Schedule> kSchedules = {
-    {"lazy", sim::Schedule::kLazy},
-    {"random", sim::Schedule::kRandom},
-    {"round_robin", sim::Schedule::kRoundRobin}};
 /// Tokens of all steps are drawn before the first.
 constexpr int64_t kMostSteps = 1'000'000;
 
@@ -67,7 +63,7 @@ std::optional<Outputs> run(const Arguments& arguments, const Case& config, const
   }
   std::optional<Outputs> result;
   const sim::WorldOptions options{
-      .seed = arguments.seed, .schedule = kSchedules.at(arguments.schedule), .order = order};
+      .seed = arguments.seed, .schedule = sim::parse_schedule(arguments.schedule), .order = order};
   sim::run_world(static_cast<int>(config.world), options, [&](comm::Runtime& runtime) {
     Outputs outputs = train_sharded(config, inputs, runtime, values);
     if (runtime.rank() == 0) result = std::move(outputs);
@@ -168,7 +164,7 @@ int run_tool(int argc, char** argv) {
       ->check(CLI::IsMember({"gloo_ring", "rank_order", "nccl_ring", "tree"}))
       ->capture_default_str();
   app.add_option("--schedule", arguments.schedule, "of the simulated mesh")
-      ->check(CLI::IsMember(kSchedules))
+      ->check(CLI::IsMember(sim::schedule_names()))
       ->capture_default_str();
   app.add_option("--seed", arguments.seed, "of the random schedule")->capture_default_str();
   app.add_option(

@@ -1,14 +1,21 @@
 #include "sim/mesh/schedule.h"
 
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <bit>
 #include <random>
+#include <utility>
 
 namespace ppfsdp::sim {
 namespace {
 
 constexpr int kWordBits = 64;
+
+constexpr std::pair<const char*, Schedule> kNames[] = {{"lazy", Schedule::kLazy},
+                                                       {"random", Schedule::kRandom},
+                                                       {"round_robin", Schedule::kRoundRobin}};
 
 /// The actor itself while it only queues work, else the next in order.
 class RoundRobinPolicy : public Policy {
@@ -54,6 +61,23 @@ class LazyPolicy : public Policy {
 };
 
 }  // namespace
+
+const std::vector<std::string>& schedule_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> result;
+    for (const auto& [name, schedule] : kNames) result.emplace_back(name);
+    return result;
+  }();
+  return names;
+}
+
+Schedule parse_schedule(const std::string& name) {
+  for (const auto& [known, schedule] : kNames) {
+    if (name == known) return schedule;
+  }
+  TORCH_CHECK(false, "unknown schedule '", name, "'; it is one of ",
+              fmt::format("{}", fmt::join(schedule_names(), ", ")));
+}
 
 bool ReadySet::contains(ActorId id) const {
   const auto word = static_cast<size_t>(id) / kWordBits;

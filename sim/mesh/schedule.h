@@ -2,11 +2,17 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "sim/mesh/world.h"
 
 namespace ppfsdp::sim {
+
+/// "lazy", "random", "round_robin".
+const std::vector<std::string>& schedule_names();
+/// The schedule of that name; an error that lists the names otherwise.
+Schedule parse_schedule(const std::string& name);
 
 /// Who can run: ranks are numbered 0 to n - 1, streams from n on.
 using ActorId = int;

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <set>
+#include <string>
 #include <vector>
 
 namespace ppfsdp::sim {
@@ -69,6 +70,20 @@ TEST(Lazy, runs_streams_only_when_no_rank_can_run) {
   EXPECT_EQ(policy->choose(streams, 3, Point::kBlocked), 5);
   EXPECT_EQ(policy->choose(streams, 5, Point::kBlocked), 8);
   EXPECT_EQ(policy->choose(streams, 8, Point::kBlocked), 5);
+}
+
+TEST(Schedule, has_one_name) {
+  EXPECT_EQ(parse_schedule("lazy"), Schedule::kLazy);
+  EXPECT_EQ(parse_schedule("random"), Schedule::kRandom);
+  EXPECT_EQ(parse_schedule("round_robin"), Schedule::kRoundRobin);
+  EXPECT_EQ(schedule_names(), (std::vector<std::string>{"lazy", "random", "round_robin"}));
+  try {
+    parse_schedule("eager");
+    ADD_FAILURE() << "no error";
+  } catch (const c10::Error& error) {
+    EXPECT_STREQ(error.what_without_backtrace(),
+                 "unknown schedule 'eager'; it is one of lazy, random, round_robin");
+  }
 }
 
 TEST(Random, reaches_every_actor_and_repeats_itself) {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "backends/gloo/gloo.h"
+#include "sim/mesh/schedule.h"
 #include "sim/mesh/world.h"
 #include "src/cli/report.h"
 #include "src/comm/single_runtime.h"
@@ -21,9 +22,7 @@ using train::ConfigError;
 sim::WorldOptions world_options(const train::CommunicationConfig& communication) {
   sim::WorldOptions options;
   options.seed = static_cast<uint64_t>(communication.sim_seed);
-  options.schedule = communication.sim_schedule == "lazy"     ? sim::Schedule::kLazy
-                     : communication.sim_schedule == "random" ? sim::Schedule::kRandom
-                                                              : sim::Schedule::kRoundRobin;
+  options.schedule = sim::parse_schedule(communication.sim_schedule);
   options.order = comm::parse_reduction_order(communication.sim_order);
   options.poison = communication.sim_poison;
   return options;
