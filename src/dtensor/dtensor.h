@@ -25,7 +25,7 @@ bool is_dtensor(const at::Tensor& tensor);
 const SpecPtr& spec_of(const at::Tensor& dtensor);
 /// This rank's part, without autograd; shares memory with the DTensor. An error for other tensors.
 /// Its version counter counts the writes through the DTensor; the DTensor's counts writes to the
-/// local part only where from_local made it. that.
+/// local part only where from_local made it.
 const at::Tensor& local_of(const at::Tensor& dtensor);
 
 /// Wraps this rank's part, sharing its memory. Global sizes are taken as given, or else derived
