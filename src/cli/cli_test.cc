@@ -131,6 +131,9 @@ TEST_F(CliTest, faults_of_the_config_are_one_line_and_code_2) {
       "that is: 9");
   expect_error(2, "train" + tiny("--set parallelism.reshard_after_forward=3"),
                "parallelism.reshard_after_forward = 3 does not divide the 4 ranks");
+  expect_error(2, "train --set parallelism.ranks=1025",
+               "--set parallelism.ranks=1025: parallelism.ranks must be an integer from 1 to 1024, "
+               "got the integer 1025");
   expect_error(2, "verify --set communication.backend=single",
                "communication.backend = \"single\" shards nothing, so there is nothing to verify; "
                "use \"sim\", or \"gloo\" under a launcher");
@@ -141,6 +144,10 @@ TEST_F(CliTest, faults_of_the_config_are_one_line_and_code_2) {
 TEST_F(CliTest, faults_of_the_data_are_one_line_and_code_2) {
   expect_error(2, "train --set data.files=no.txt", "data.files: no.txt: No such file or directory");
   expect_error(2, "train --set 'data.files=*.nothing'", "data.files: *.nothing: no file matches");
+  expect_error(2, "train --set data.files=", "data.files: a path is empty");
+  expect_error(2, "train --set 'data.files=[\"text.txt\", \"\"]'", "data.files: a path is empty");
+  expect_error(2, "train --set data.files=.",
+               "data.files: .: is a folder; to take the files in it write ./*");
   write("empty.txt", "");
   expect_error(2, "train --set data.files=empty.txt", "data.files: empty.txt: is empty");
   write("short.txt", "abc");
@@ -164,6 +171,12 @@ TEST_F(CliTest, token_beyond_the_vocabulary_ends_all_ranks) {
   EXPECT_NE(result.err.find("data.files: big.bin: token 257 at index "), std::string::npos)
       << result.err;
   EXPECT_FALSE(fs::exists(path("m.jsonl"))) << "no metrics of a run without a step";
+  // Of processes too; the launcher tells whose error it was, and not what it did to the others.
+  const Result launched = run("launch -n 2 -- train " + without_text);
+  EXPECT_EQ(launched.code, 2);
+  ASSERT_EQ(lines(launched.err).size(), 1u) << launched.err;
+  EXPECT_NE(launched.err.find(": data.files: big.bin: token 257 at index "), std::string::npos)
+      << launched.err;
 }
 
 TEST_F(CliTest, faults_of_the_command_line_are_one_line_and_code_2) {
@@ -204,6 +217,35 @@ TEST_F(CliTest, metrics_files) {
   expect_error(2, arguments,
                "metrics.jsonl: run/m.jsonl exists; remove it, or set metrics.if_exists to "
                "\"append\" or \"overwrite\"");
+}
+
+TEST_F(CliTest, metrics_that_can_not_be_written_are_one_line_and_code_2) {
+  fs::create_directory(path("folder"));
+  for (const char* policy : {"error", "append", "overwrite"}) {
+    expect_error(2,
+                 "train" + tiny(fmt::format("--set metrics.jsonl=folder --set metrics.if_exists={}",
+                                            policy)),
+                 "metrics.jsonl: folder is a folder; name a file");
+  }
+  expect_error(2, "train" + tiny("--set metrics.jsonl=text.txt/m.jsonl"),
+               "metrics.jsonl: cannot make the folder text.txt: Not a directory");
+  expect_error(2, "train" + tiny("--set metrics.tensorboard=text.txt"),
+               "metrics.tensorboard: cannot make the folder text.txt: Not a directory");
+}
+
+// Refused before anything is allocated; the system would kill the process without a word.
+TEST_F(CliTest, model_that_the_machine_can_not_hold) {
+  const std::string lead =
+      "ppfsdp: error: training model.name = \"llama3-405b\" needs at least 6047.7 GiB of memory on "
+      "this machine, which has ";
+  for (const char* command : {"train", "verify", "launch -n 2 -- train"}) {
+    const Result result = run(fmt::format("{} --set model.name=llama3-405b", command));
+    EXPECT_EQ(result.code, 1) << command;
+    EXPECT_EQ(result.err.find(lead), 0u) << command << "\n" << result.err;
+    EXPECT_EQ(lines(result.err).size(), 1u) << command << "\n" << result.err;
+    EXPECT_EQ(result.out, "") << command;
+  }
+  EXPECT_EQ(run("train --print-config --set model.name=llama3-405b").code, 0);
 }
 
 TEST_F(CliTest, verify_shows_equality_on_sim_and_gloo) {
@@ -292,17 +334,27 @@ TEST_F(CliTest, port_in_use_and_a_peer_that_never_comes) {
   socklen_t size = sizeof(address);
   ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), size), 0);
   ASSERT_EQ(getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size), 0);
-  const std::string environment = fmt::format(
-      "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={}", ntohs(address.sin_port));
+  const int port = ntohs(address.sin_port);
   const std::string arguments = "train" + tiny("--set communication.timeout_s=1");
+  // Whoever is rank 0 prints what it trains before it looks for the others.
+  const auto expect_line = [&](int rank, const std::string& message) {
+    const Result result =
+        run(arguments,
+            fmt::format("RANK={} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={}", rank, port));
+    EXPECT_EQ(result.code, 1);
+    EXPECT_EQ(result.err, "ppfsdp: error: " + message + "\n");
+  };
   ASSERT_EQ(listen(listener, 1), 0);
-  const Result in_use = run(arguments, environment);
-  EXPECT_EQ(in_use.code, 1);
-  EXPECT_EQ(lines(in_use.err).size(), 1u) << in_use.err;
+  expect_line(0, fmt::format("rendezvous: port {} of 127.0.0.1 is in use by another process; set "
+                             "MASTER_PORT to a free port",
+                             port));
   close(listener);
-  const Result alone = run(arguments, environment);
-  EXPECT_EQ(alone.code, 1);
-  EXPECT_EQ(lines(alone.err).size(), 1u) << alone.err;
+  expect_line(
+      0, fmt::format("rendezvous at 127.0.0.1:{}: 1 of 2 ranks came within 1 s; missing: 1", port));
+  expect_line(1,
+              fmt::format("rendezvous: rank 1 of 2 found nobody listening at 127.0.0.1:{} within "
+                          "1 s: rank 0 did not come",
+                          port));
 }
 
 /// Starts the binary, sends it a signal once it has printed its first step, and waits.

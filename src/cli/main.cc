@@ -43,6 +43,7 @@ int launch_command(const LaunchOptions& options) {
   // As the first rank sees it; the port it is to use does not matter yet.
   setenv("RANK", "0", 1);
   setenv("WORLD_SIZE", std::to_string(options.processes).c_str(), 1);
+  setenv("LOCAL_WORLD_SIZE", std::to_string(options.processes).c_str(), 1);
   setenv("MASTER_ADDR", "127.0.0.1", 1);
   setenv("MASTER_PORT", "1", 1);
   const train::Config config = command.action == CommandLine::Action::kTrain

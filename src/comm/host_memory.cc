@@ -1,10 +1,17 @@
 #include "src/comm/host_memory.h"
 
 #include <malloc.h>
+#include <unistd.h>
 
 #include <limits>
 
+#include "src/comm/host_allocator.h"
+
 namespace ppfsdp::comm {
+
+int64_t physical_memory_bytes() {
+  return static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+}
 
 void keep_freed_memory() {
   constexpr int kMost = std::numeric_limits<int>::max();
@@ -12,6 +19,7 @@ void keep_freed_memory() {
   mallopt(M_MMAP_THRESHOLD, kMost);
   mallopt(M_TRIM_THRESHOLD, kMost);
   mallopt(M_TOP_PAD, 64 << 20);
+  reuse_tensor_memory();
 }
 
 }  // namespace ppfsdp::comm

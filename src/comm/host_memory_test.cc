@@ -4,9 +4,21 @@
 #include <sys/resource.h>
 
 #include <cstdlib>
+#include <fstream>
+#include <string>
 
 namespace ppfsdp::comm {
 namespace {
+
+// Against the kernel's own account, in kB; its first line is "MemTotal: N kB".
+TEST(HostMemory, IsWhatTheKernelSays) {
+  std::ifstream file("/proc/meminfo");
+  std::string name;
+  int64_t kilobytes = 0;
+  file >> name >> kilobytes;
+  ASSERT_EQ(name, "MemTotal:");
+  EXPECT_EQ(physical_memory_bytes(), kilobytes * 1024);
+}
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 

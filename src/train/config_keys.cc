@@ -8,10 +8,11 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "src/nn/llama_config.h"
+
 namespace ppfsdp::train {
 namespace {
 
-constexpr const char* kNamedSize = "the named size's";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Bounds that refuse an infinity.
 constexpr double kLargest = std::numeric_limits<double>::max();
@@ -343,8 +344,27 @@ std::string to_toml(const Config& config) {
   return out;
 }
 
+namespace {
+
+// Keys that are unset take what the named size has.
+Config with_named_size(Config config) {
+  const nn::LlamaConfig size = nn::llama_config(config.model.name);
+  config.model.dim = size.dim;
+  config.model.layers = size.n_layers;
+  config.model.heads = size.n_heads;
+  config.model.kv_heads = size.kv_heads();
+  config.model.hidden = size.ffn_hidden_dim();
+  config.model.vocab = size.vocab_size;
+  config.model.rope_theta = size.rope_theta;
+  config.model.tied = size.tied_output;
+  return config;
+}
+
+}  // namespace
+
 std::string describe_keys() {
   Config defaults;
+  Config named = with_named_size(defaults);
   std::string out;
   std::string_view section;
   for (const Key& key : config_keys()) {
@@ -354,11 +374,11 @@ std::string describe_keys() {
     }
     std::string value(key.default_text);
     if (value.empty()) value = value_as_toml(key.field(defaults));
-    if (value.empty()) value = kNamedSize;
-    const std::string unit = key.unit.empty()      ? ""
-                             : value == kNamedSize ? fmt::format(" ({})", key.unit)
-                                                   : fmt::format(" {}", key.unit);
-    out += fmt::format("  {} = {}{}\n", key.key(), value, unit);
+    const bool by_name = value.empty();
+    if (by_name) value = value_as_toml(key.field(named));
+    if (!key.unit.empty()) value += fmt::format(" {}", key.unit);
+    if (by_name) value = fmt::format("the named size's ({}: {})", defaults.model.name, value);
+    out += fmt::format("  {} = {}\n", key.key(), value);
     out += wrapped(fmt::format("{} Takes {}.", key.help, expected_type(key)), 6, 100);
   }
   return out;

@@ -227,6 +227,15 @@ TEST(ConfigKeysTest, description_lists_each_key) {
   }
   EXPECT_NE(text.find("  steps = 60 steps\n"), std::string::npos);
   EXPECT_NE(text.find("  files = LibTorch's C++ headers\n"), std::string::npos);
+  // What is unset says where its value comes from, and which that is by default.
+  for (const char* line :
+       {"dim = the named size's (debug: 128)", "layers = the named size's (debug: 4)",
+        "heads = the named size's (debug: 4)", "kv_heads = the named size's (debug: 2)",
+        "hidden = the named size's (debug: 352)", "vocab = the named size's (debug: 256 tokens)",
+        "rope_theta = the named size's (debug: 10000.0)",
+        "tied = the named size's (debug: false)"}) {
+    EXPECT_NE(text.find(fmt::format("\n  {}\n", line)), std::string::npos) << line << "\n" << text;
+  }
 }
 
 // Draws a valid value for the field by its type and the table's range and choices.

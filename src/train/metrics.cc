@@ -12,6 +12,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "src/comm/host_memory.h"
 #include "src/train/config_error.h"
 #include "src/train/event_file.h"
 #include "src/train/output_file.h"
@@ -94,10 +95,6 @@ class TensorBoardSink : public MetricsSink {
   bool begun_ = false;
 };
 
-double physical_memory_bytes() {
-  return static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
-}
-
 }  // namespace
 
 std::string console_line(const StepRecord& record) {
@@ -109,7 +106,7 @@ std::string console_line(const StepRecord& record) {
       "memory: {:.2f}GiB({:.1f}%)  time: {:.1f}ms",
       record.step, plain(record.loss), plain(record.grad_norm), record.lr,
       with_commas(std::llround(record.tokens_per_second)), record.mfu * 100, memory / kGiB,
-      memory / physical_memory_bytes() * 100, record.step_seconds * 1e3);
+      memory / static_cast<double>(comm::physical_memory_bytes()) * 100, record.step_seconds * 1e3);
 }
 
 std::unique_ptr<MetricsSink> make_jsonl_sink(const std::string& path,
