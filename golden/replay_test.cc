@@ -120,5 +120,40 @@ TEST(ReplayErrors, BadInputHasExitCodeTwoAndOneLine) {
   EXPECT_EQ(replay("--help").code, 0);
 }
 
+// What a full disk or a broken copy leaves.
+TEST(ReplayErrors, FilesThatAreEmptyOrCutShortAreNamed) {
+  const std::filesystem::path folder = ::testing::TempDir();
+  const std::string json = read("golden/cases/plain_w1.json");
+  const std::string tensors = read("golden/cases/plain_w1.safetensors");
+  const auto replay_of = [&](const std::string& json_text, const std::string& tensor_bytes) {
+    std::ofstream(folder / "cut.json", std::ios::binary) << json_text;
+    std::ofstream(folder / "cut.safetensors", std::ios::binary) << tensor_bytes;
+    const Result result = replay("--case " + (folder / "cut.json").string());
+    if (result.code != 0) {
+      EXPECT_EQ(result.err.find('\n'), result.err.size() - 1) << result.err;
+      EXPECT_EQ(result.out, "");
+    }
+    return result;
+  };
+  const auto begins = [&](const char* name, const char* what) {
+    return ::testing::StartsWith("ppfsdp: error: " + (folder / name).string() + ": " + what);
+  };
+  EXPECT_EQ(replay_of(json, tensors).code, 0);
+  for (const size_t length : {json.size() - 2, json.size() / 2, size_t{1}}) {
+    const Result cut = replay_of(json.substr(0, length), tensors);
+    EXPECT_EQ(cut.code, 2) << length;
+    EXPECT_THAT(cut.err, begins("cut.json", "not JSON, or cut short: ")) << length;
+  }
+  for (const size_t length : {tensors.size() - 1, tensors.size() / 2, size_t{100}, size_t{4}}) {
+    const Result cut = replay_of(json, tensors.substr(0, length));
+    EXPECT_EQ(cut.code, 2) << length;
+    EXPECT_THAT(cut.err, begins("cut.safetensors", "")) << length;
+  }
+  EXPECT_THAT(replay_of("", tensors).err, begins("cut.json", "the file is empty"));
+  EXPECT_EQ(replay_of("", tensors).code, 2);
+  EXPECT_THAT(replay_of(json, "").err, begins("cut.safetensors", ""));
+  EXPECT_EQ(replay_of(json, "").code, 2);
+}
+
 }  // namespace
 }  // namespace ppfsdp::golden
