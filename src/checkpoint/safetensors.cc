@@ -118,27 +118,55 @@ Json parse_json(std::string_view text, const std::filesystem::path& path) {
 
 std::string error_text() { return std::strerror(errno); }
 
+/// A file that is open for reading; a pipe does not make the caller wait for a writer.
+class File {
+ public:
+  explicit File(const std::filesystem::path& path)
+      : path_(path), file_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
+    TORCH_CHECK(file_ >= 0, path_.string(), ": can't open: ", error_text());
+  }
+  ~File() { ::close(file_); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  int descriptor() const { return file_; }
+
+  /// Exactly those bytes.
+  void read(char* to, uint64_t bytes, uint64_t offset) const {
+    while (bytes > 0) {
+      const ssize_t got = ::pread(file_, to, bytes, static_cast<off_t>(offset));
+      if (got < 0 && errno == EINTR) continue;
+      TORCH_CHECK(got >= 0, path_.string(), ": can't read at offset ", offset, ": ", error_text());
+      TORCH_CHECK(got > 0, path_.string(), ": cut short at offset ", offset,
+                  " since its header was read");
+      to += got;
+      offset += got;
+      bytes -= got;
+    }
+  }
+
+ private:
+  const std::filesystem::path& path_;
+  int file_;
+};
+
 }  // namespace
 
 /// A file in memory, copied on write.
 class SafetensorsFile::Mapping {
  public:
   explicit Mapping(const std::filesystem::path& path) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    TORCH_CHECK(file >= 0, path.string(), ": can't open: ", error_text());
+    const File file(path);
     struct stat status {};
-    const bool known = ::fstat(file, &status) == 0;
-    const bool regular = known && S_ISREG(status.st_mode);
-    size_ = regular ? static_cast<uint64_t>(status.st_size) : 0;
-    void* address = nullptr;
-    if (size_ > 0) {
-      address = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
-    }
-    const std::string problem = error_text();
-    ::close(file);
-    TORCH_CHECK(known, path.string(), ": can't read: ", problem);
-    TORCH_CHECK(regular, path.string(), ": not a regular file");
-    TORCH_CHECK(address != MAP_FAILED, path.string(), ": can't map ", size_, " bytes: ", problem);
+    TORCH_CHECK(::fstat(file.descriptor(), &status) == 0, path.string(),
+                ": can't read: ", error_text());
+    TORCH_CHECK(S_ISREG(status.st_mode), path.string(), ": not a regular file");
+    size_ = static_cast<uint64_t>(status.st_size);
+    if (size_ == 0) return;
+    void* address =
+        ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, file.descriptor(), 0);
+    TORCH_CHECK(address != MAP_FAILED, path.string(), ": can't map ", size_,
+                " bytes: ", error_text());
     data_ = static_cast<char*>(address);
   }
   ~Mapping() {
@@ -242,10 +270,52 @@ void SafetensorsFile::parse_header(uint64_t header_length) {
               " to ", mapping_->size(), " belong to no tensor");
 }
 
-at::Tensor SafetensorsFile::tensor(const std::string& name) const {
+const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& name) const {
   const auto found = entries_.find(name);
   TORCH_CHECK(found != entries_.end(), path_.string(), ": there is no tensor '", name, "'");
-  const Entry& entry = found->second;
+  return found->second;
+}
+
+void SafetensorsFile::read(const std::string& name, c10::IntArrayRef begin,
+                           const at::Tensor& part) const {
+  const Entry& from = entry(name);
+  const auto dims = static_cast<int64_t>(from.shape.size());
+  bool fits = part.dim() == dims && static_cast<int64_t>(begin.size()) == dims;
+  for (int64_t dim = 0; fits && dim < dims; ++dim) {
+    fits = begin[dim] >= 0 && part.size(dim) <= from.shape[dim] - begin[dim];
+  }
+  TORCH_CHECK(fits, path_.string(), ": tensor '", name, "' of sizes ", c10::IntArrayRef(from.shape),
+              " has no part of sizes ", part.sizes(), " at ", begin);
+  TORCH_CHECK(part.is_cpu() && part.is_contiguous() && part.scalar_type() == from.dtype,
+              path_.string(), ": tensor '", name, "' is read into a contiguous tensor of ",
+              c10::toString(from.dtype), " on the CPU, got ", part.toString());
+  if (part.numel() == 0) return;
+  // From which dim on the part holds the whole tensor: what lies in one run.
+  int64_t inner = dims;
+  while (inner > 0 && part.size(inner - 1) == from.shape[inner - 1]) --inner;
+  inner = std::max<int64_t>(inner - 1, 0);
+  const File file(path_);
+  const auto element = static_cast<uint64_t>(c10::elementSize(from.dtype));
+  uint64_t run = element, runs = 1;
+  for (int64_t dim = 0; dim < dims; ++dim) (dim < inner ? runs : run) *= part.size(dim);
+  auto* to = static_cast<char*>(part.mutable_data_ptr());
+  for (uint64_t i = 0; i < runs; ++i) {
+    uint64_t index = i, stride = element, offset = from.begin;
+    for (int64_t dim = dims - 1; dim >= 0; --dim) {
+      uint64_t place = begin[dim];
+      if (dim < inner) {
+        place += index % part.size(dim);
+        index /= part.size(dim);
+      }
+      offset += place * stride;
+      stride *= from.shape[dim];
+    }
+    file.read(to + i * run, run, offset);
+  }
+}
+
+at::Tensor SafetensorsFile::tensor(const std::string& name) const {
+  const Entry& entry = this->entry(name);
   char* data = mapping_->data() + entry.begin;
   const auto options = at::TensorOptions().dtype(entry.dtype);
   if (entry.begin == entry.end) return at::empty(entry.shape, options);

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -29,6 +30,14 @@ class SafetensorsFile {
   /// The tensor's values. Shares the mapped file's memory where its alignment permits; writing to
   /// it does not reach the file. An unknown name is an error.
   at::Tensor tensor(const std::string& name) const;
+  /// Of the tensor `name`; an unknown name is an error.
+  at::ScalarType dtype(const std::string& name) const { return entry(name).dtype; }
+  const std::vector<int64_t>& sizes(const std::string& name) const { return entry(name).shape; }
+  /// Reads into `part` (contiguous, on the CPU, of the tensor's dtype) the part of the tensor that
+  /// has part's sizes and begins at `begin`, one index a dim. Reads the file, and of it that part
+  /// alone, not the mapping: pages that were touched stay in no one's memory, and a file that is
+  /// cut short meanwhile is an error.
+  void read(const std::string& name, c10::IntArrayRef begin, const at::Tensor& part) const;
   /// The header's "__metadata__".
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   const std::filesystem::path& path() const { return path_; }
@@ -42,6 +51,7 @@ class SafetensorsFile {
   class Mapping;
 
   void parse_header(uint64_t header_length);
+  const Entry& entry(const std::string& name) const;
 
   std::filesystem::path path_;
   std::shared_ptr<Mapping> mapping_;

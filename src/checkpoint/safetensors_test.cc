@@ -2,6 +2,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/randn.h>
@@ -51,6 +52,72 @@ std::string error_of(const std::string& header, const std::string& data,
   // Whatever is wrong, the message names the file.
   EXPECT_THAT(error, HasSubstr("case.safetensors"));
   return error;
+}
+
+// Every part of every shape: a rank that reads a part must get what it would cut from the whole.
+TEST(Safetensors, ReadsParts) {
+  const std::filesystem::path path = path_of("parts.safetensors");
+  // Bytes of odd counts first in the file make the others' data unaligned.
+  const std::vector<std::pair<std::string, at::Tensor>> tensors = {
+      {"odd", at::arange(7).to(at::kByte)},
+      {"cube", at::arange(60, at::kShort).view({3, 4, 5})},
+      {"wide", at::arange(12).to(at::kDouble).view({4, 3})},
+      {"no dims", at::full({}, 2.5)},
+      {"none", at::empty({0, 3})}};
+  save_safetensors(path, tensors);
+  const SafetensorsFile file(path);
+  for (const auto& [name, whole] : tensors) {
+    EXPECT_EQ(file.dtype(name), whole.scalar_type());
+    EXPECT_EQ(at::IntArrayRef(file.sizes(name)), whole.sizes());
+    const std::vector<int64_t> zeros(whole.dim(), 0);
+    const at::Tensor all = at::empty_like(whole);
+    file.read(name, zeros, all);
+    EXPECT_TRUE(at::equal(all, whole)) << name;
+    for (int64_t dim = 0; dim < whole.dim(); ++dim) {
+      for (int64_t begin = 0; begin <= whole.size(dim); ++begin) {
+        for (int64_t length = 0; length <= whole.size(dim) - begin; ++length) {
+          // Cut in one dim, and in the one beside it as well.
+          at::Tensor expected = whole.narrow(dim, begin, length);
+          std::vector<int64_t> first = zeros;
+          first[dim] = begin;
+          const int64_t beside = dim + 1;
+          for (const bool both : {false, true}) {
+            if (both && (beside >= whole.dim() || whole.size(beside) < 2)) continue;
+            if (both) {
+              expected = expected.narrow(beside, 1, whole.size(beside) - 1);
+              first[beside] = 1;
+            }
+            const at::Tensor part = at::empty(expected.sizes(), whole.options());
+            file.read(name, first, part);
+            EXPECT_TRUE(at::equal(part, expected)) << name << dim << begin << length << both;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Safetensors, WhatIsNoPartIsRefused) {
+  const std::filesystem::path path = path_of("parts.safetensors");
+  save_safetensors(path, {{"x", at::arange(6).to(at::kFloat).view({2, 3})}});
+  const SafetensorsFile file(path);
+  const auto error = [&](at::IntArrayRef begin, const at::Tensor& part) {
+    return error_of([&] { file.read("x", begin, part); });
+  };
+  EXPECT_THAT(error({1, 0}, at::empty({2, 3})),
+              HasSubstr("of sizes [2, 3] has no part of sizes [2, 3] at [1, 0]"));
+  EXPECT_THAT(error({-1, 0}, at::empty({1, 3})), HasSubstr("has no part"));
+  EXPECT_THAT(error({0}, at::empty({2, 3})), HasSubstr("has no part"));
+  EXPECT_THAT(error({0, 0}, at::empty({2, 3}, at::kDouble)),
+              HasSubstr("contiguous tensor of Float"));
+  EXPECT_THAT(error({0, 0}, at::empty({3, 2}).t()), HasSubstr("contiguous tensor of Float"));
+  EXPECT_THAT(error_of([&] { file.read("y", {0}, at::empty({1})); }),
+              HasSubstr("there is no tensor 'y'"));
+  // A file that shrinks after its header was read would end a mapping's reader by a signal.
+  std::filesystem::resize_file(path, std::filesystem::file_size(path) - 4);
+  EXPECT_THAT(error({1, 0}, at::empty({1, 3})), HasSubstr("cut short at offset"));
+  std::filesystem::remove(path);
+  EXPECT_THAT(error({1, 0}, at::empty({1, 3})), HasSubstr("can't open"));
 }
 
 TEST(Safetensors, WritesWhatItReads) {

@@ -9,6 +9,7 @@
 #include "src/fsdp/param_group.h"
 #include "src/fsdp/state.h"
 #include "src/nn/module.h"
+#include "src/nn/to_empty.h"
 
 namespace ppfsdp::fsdp {
 namespace {
@@ -16,10 +17,6 @@ namespace {
 FSDPState* state_of(torch::nn::Module& module) {
   auto* ours = dynamic_cast<nn::Module*>(&module);
   return ours == nullptr ? nullptr : dynamic_cast<FSDPState*>(ours->extension("fsdp"));
-}
-
-std::string join(const std::string& prefix, const std::string& name) {
-  return prefix.empty() ? name : prefix + "." + name;
 }
 
 /// Walks the modules that one fully_shard call manages and collects their parameters.
@@ -37,6 +34,9 @@ class Collector {
     return std::move(params_);
   }
 
+  /// Of the managed modules.
+  const std::vector<at::Tensor>& buffers() const { return buffers_; }
+
  private:
   void visit(torch::nn::Module& module, const std::string& prefix, bool is_root) {
     if (!visited_.insert(&module).second) {
@@ -50,10 +50,13 @@ class Collector {
     const auto own = ours != nullptr ? ours->named_parameters(false, /*remove_duplicates=*/false)
                                      : module.named_parameters(false);
     for (const auto& item : own) {
-      add(ours, item.key(), join(prefix, item.key()), item.value());
+      add(ours, item.key(), nn::join_path(prefix, item.key()), item.value());
+    }
+    for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) {
+      buffers_.push_back(buffer);
     }
     for (const auto& child : module.named_children()) {
-      visit(*child.value(), join(prefix, child.key()), /*is_root=*/false);
+      visit(*child.value(), nn::join_path(prefix, child.key()), /*is_root=*/false);
     }
   }
 
@@ -93,6 +96,11 @@ class Collector {
       same->registrations.push_back({module, name, module->slot(name)});
       return;
     }
+    TORCH_CHECK(params_.empty() || params_[0].sharded.is_meta() == value.is_meta(),
+                "fully_shard: of one group, parameter '", params_.empty() ? "" : params_[0].fqn,
+                "' is on ", params_.empty() ? value.device() : params_[0].sharded.device(),
+                " and '", fqn, "' on ", value.device(),
+                "; build the whole module on meta, or none of it");
     params_.push_back(
         {.fqn = fqn,
          .registrations = {{module, name, module->slot(name)}},
@@ -108,6 +116,7 @@ class Collector {
   }
 
   std::vector<FSDPParam> params_;
+  std::vector<at::Tensor> buffers_;
   std::set<torch::nn::Module*> visited_;
   std::vector<std::pair<c10::TensorImpl*, std::string>> owned_;
 };
@@ -128,12 +137,19 @@ FSDPModule fully_shard(nn::Module& module, const FullyShardOptions& options) {
   check_policy_dtype("param_dtype", options.mp_policy.param_dtype);
   check_policy_dtype("reduce_dtype", options.mp_policy.reduce_dtype);
   check_policy_dtype("output_dtype", options.mp_policy.output_dtype);
-  std::vector<FSDPParam> params = Collector().collect(module);
+  Collector collector;
+  std::vector<FSDPParam> params = collector.collect(module);
   auto group =
       params.empty() ? nullptr : std::make_unique<FSDPParamGroup>(std::move(params), options);
   auto state = std::make_shared<FSDPState>(module, options, std::move(group));
   module.set_extension("fsdp", state);
   state->install_hooks();
+  const at::Device device = options.mesh->runtime().device();
+  for (const at::Tensor& buffer : collector.buffers()) {
+    if (!buffer.is_meta() && buffer.device() != device) {
+      nn::replace_data(buffer, buffer.to(device));
+    }
+  }
   return FSDPModule(state.get());
 }
 

@@ -71,8 +71,13 @@ class FSDPModule {
 /// Apply it bottom-up: blocks first, then the root. Afterwards module.parameters() are DTensors;
 /// make the optimizer from those. Every rank calls it alike.
 ///
+/// Parameters and buffers go to the mesh's device. Those on meta stay there, and take no memory:
+/// nn::to_empty then gives each rank its shards, and nn::reset_all_parameters, or
+/// checkpoint::load_weights, their values, so that no rank ever holds the model whole. The first
+/// forward throws, naming them, when any are on meta still.
+///
 /// Throws for a module already sharded, a bare container, a parameter without a slot, a scalar or
-/// non-contiguous parameter, a mesh that is not 1D.
+/// non-contiguous parameter, a module of which a part is on meta, a mesh that is not 1D.
 FSDPModule fully_shard(nn::Module& module, const FullyShardOptions& options);
 
 /// The handle of a module that fully_shard was applied to; an error otherwise.

@@ -155,21 +155,8 @@ void FSDPParamGroup::lazy_init(std::shared_ptr<CommContext> context,
                                const std::string& module_fqn) {
   context_ = std::move(context);
   module_fqn_ = module_fqn;
-  const FSDPParam* first = nullptr;
   for (FSDPParam& param : params_) {
-    if (!module_fqn.empty()) {
-      param.fqn = module_fqn + "." + param.fqn;
-    }
-    TORCH_CHECK(!param.sharded.is_meta(), "fully_shard: parameter '", param.fqn,
-                "' is still on meta at the first forward; materialise and initialise the model "
-                "before it runs");
-    if (!param.sharded.requires_grad()) {
-      continue;
-    }
-    first = first == nullptr ? &param : first;
-    TORCH_CHECK(param.dtype == first->dtype, "fully_shard: the trainable parameters of '",
-                module_fqn, "' must have one dtype, since one reduce-scatter reduces them; '",
-                first->fqn, "' has ", first->dtype, ", '", param.fqn, "' has ", param.dtype);
+    param.fqn = nn::join_path(module_fqn, param.fqn);
   }
 }
 
@@ -203,45 +190,6 @@ int64_t FSDPParamGroup::shard_versions() const {
     versions += static_cast<int64_t>(dtensor::local_of(param.sharded)._version());
   }
   return versions;
-}
-
-bool FSDPParamGroup::parameters_were_replaced() const {
-  return std::any_of(params_.begin(), params_.end(), [&](const FSDPParam& param) {
-    const at::Tensor& local = dtensor::local_of(param.sharded);
-    return !local.storage().is_alias_of(flat_shards_.storage()) ||
-           local.scalar_type() != param.dtype;
-  });
-}
-
-// After Module::to(dtype), set_data and the like the parameters live elsewhere: lay them out anew.
-void FSDPParamGroup::adopt_replaced_parameters() {
-  const c10::InferenceMode no_inference(false);
-  const c10::NoGradGuard no_grad;
-  if (state_ != State::kSharded) {
-    to_sharded();
-  }
-  std::vector<at::Tensor> locals;
-  for (FSDPParam& param : params_) {
-    TORCH_CHECK(!param.unsharded.defined() || !param.unsharded.grad().defined(),
-                "fully_shard: parameter '", param.fqn,
-                "' was replaced (Module::to, set_data) while unsharded gradients wait for their "
-                "reduction; replace it after a backward that synchronises gradients");
-    locals.push_back(dtensor::local_of(param.sharded));
-    param.dtype = locals.back().scalar_type();
-  }
-  set_layouts();
-  flat_shards_ = at::zeros({shard_layout_.part}, locals.front().options().dtype(shard_dtype_));
-  for (size_t i = 0; i < params_.size(); ++i) {
-    FSDPParam& param = params_[i];
-    const at::Tensor view = local_view(i);
-    view.copy_(locals[i]);
-    param.sharded.set_data(dtensor::from_local(view, mesh_, {dtensor::Placement::shard(0)},
-                                               at::IntArrayRef(param.sizes)));
-    param.unsharded.reset();
-  }
-  if (context_ != nullptr) {
-    context_->all_gathers_wait(context_->runtime.compute_stream().record());
-  }
 }
 
 // Straight into this rank's slot of the all-gather's output: it is then in place.

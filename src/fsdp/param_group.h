@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/intrusive_ptr.h>
@@ -69,9 +70,15 @@ class FSDPParamGroup {
   FSDPParamGroup(const FSDPParamGroup&) = delete;
   FSDPParamGroup& operator=(const FSDPParamGroup&) = delete;
 
-  /// Before the first forward: checks what only the final model can tell.
+  /// Before the first forward: takes over parameters that were registered in place of the sharded
+  /// ones, and checks what only the final model can tell.
+  void check_parameters(const std::string& module_fqn);
   void lazy_init(std::shared_ptr<CommContext> context, const std::string& module_fqn);
   bool has_context() const { return context_ != nullptr; }
+
+  /// New shards on `device` without values, in one flat buffer whose padding is zero. Returns the
+  /// sharded parameters, which stay the tensors that they are.
+  std::vector<at::Tensor> to_empty(c10::Device device);
 
   /// Issues the all-gather unless the parameters are unsharded, or it is in flight, already.
   void unshard();
@@ -118,6 +125,9 @@ class FSDPParamGroup {
   void make_unsharded_parameters();
   bool parameters_were_replaced() const;
   void adopt_replaced_parameters();
+  void adopt_registered_parameters(const std::string& module_fqn);
+  void lay_out_shards(c10::Device device, bool keep_values);
+  void zero_padding() const;
   at::Tensor local_view(size_t index) const;
   at::Tensor cast_shards(const at::Tensor& output);
   void to_unsharded();

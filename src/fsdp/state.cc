@@ -114,16 +114,50 @@ std::vector<FSDPState*> FSDPState::states_below() {
   return states;
 }
 
+std::vector<at::Tensor> FSDPState::to_empty(c10::Device device) {
+  return group_ == nullptr ? std::vector<at::Tensor>() : group_->to_empty(device);
+}
+
+// A device that is meta itself, of a simulated step, holds everything there.
+void FSDPState::check_materialized() const {
+  if (options_.mesh->runtime().device().is_meta()) {
+    return;
+  }
+  constexpr size_t kMostNames = 16;
+  std::string names;
+  size_t count = 0;
+  for (const auto& tensors : {module_->named_parameters(), module_->named_buffers()}) {
+    for (const auto& item : tensors) {
+      if (item.value().is_meta() && ++count <= kMostNames) {
+        names += (count == 1 ? "'" : ", '") + item.key() + "'";
+      }
+    }
+  }
+  if (count > kMostNames) {
+    names += " and " + std::to_string(count - kMostNames) + " more";
+  }
+  TORCH_CHECK(
+      count == 0, "fully_shard: still on meta at the first forward: ", names,
+      "; call nn::to_empty(model, device) and then nn::reset_all_parameters(model), or load "
+      "weights");
+}
+
 void FSDPState::lazy_init() {
   if (is_root_.has_value()) {
     return;
   }
+  check_materialized();
   std::vector<std::pair<std::string, FSDPState*>> named;
   collect_states(*module_, "", named);
   for (const auto& [name, state] : named) {
     TORCH_CHECK(state == this || !state->is_root_.has_value(), "fully_shard: module '", name,
                 "' ran forward before its root did and became a root of its own; the first forward "
                 "after fully_shard must be the root's");
+  }
+  for (const auto& [name, state] : named) {
+    if (state->group_ != nullptr && state->root_ == nullptr) {
+      state->group_->check_parameters(name);
+    }
   }
   context_ = std::make_shared<CommContext>(options_.mesh->runtime());
   bool is_last_backward = true;

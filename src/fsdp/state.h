@@ -33,11 +33,13 @@ class FSDPState : public nn::ModuleExtension, public std::enable_shared_from_thi
   /// This state and those of the modules below, in module order.
   std::vector<FSDPState*> states_below();
   void set_is_last_backward(bool value);
+  std::vector<at::Tensor> to_empty(c10::Device device) override;
   void unshard();
   void reshard();
 
  private:
   void lazy_init();
+  void check_materialized() const;
   void begin_forward();
   void pre_forward(const nn::Module::TensorRefs& inputs);
   void post_forward(const nn::Module::TensorRefs& outputs);

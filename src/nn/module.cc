@@ -140,11 +140,54 @@ ModuleExtension* Module::extension(const std::string& key) const {
   return found == extensions_.end() ? nullptr : found->second.get();
 }
 
-void reset_all_parameters(Module& module) {
+void Module::reset_parameters() {
+  TORCH_CHECK(parameters_.is_empty() && named_buffers(/*recurse=*/false).is_empty(),
+              "reset_parameters: ", name(),
+              " has parameters or buffers of its own and does not say how they get their initial "
+              "values; override reset_parameters() in it");
+}
+
+std::string join_path(const std::string& path, const std::string& name) {
+  return path.empty() ? name : path + "." + name;
+}
+
+namespace {
+
+using Visit = std::function<void(const std::string& path, torch::nn::Module& module)>;
+
+void visit_below(torch::nn::Module& module, const std::string& path,
+                 std::unordered_set<const torch::nn::Module*>& seen, const Visit& visit) {
+  if (!seen.insert(&module).second) return;
+  for (const auto& child : module.named_children()) {
+    visit_below(*child.value(), join_path(path, child.key()), seen, visit);
+  }
+  visit(path, module);
+}
+
+}  // namespace
+
+void visit_modules(torch::nn::Module& root, const Visit& visit) {
   std::unordered_set<const torch::nn::Module*> seen;
-  module.torch::nn::Module::apply([&seen](torch::nn::Module& each) {
-    auto* own = dynamic_cast<Module*>(&each);
-    if (own != nullptr && seen.insert(own).second) own->reset_parameters();
+  visit_below(root, "", seen, visit);
+}
+
+void reset_all_parameters(Module& module) {
+  visit_modules(module, [](const std::string& path, torch::nn::Module& each) {
+    const std::string place = path.empty() ? "the root module" : "module '" + path + "'";
+    if (auto* own = dynamic_cast<Module*>(&each)) {
+      try {
+        own->reset_parameters();
+      } catch (c10::Error& error) {
+        error.add_context("while resetting " + place);
+        throw;
+      }
+      return;
+    }
+    TORCH_CHECK(each.named_parameters(/*recurse=*/false).is_empty() &&
+                    each.named_buffers(/*recurse=*/false).is_empty(),
+                "reset_all_parameters: ", place, " is a ", each.name(),
+                " and has parameters or buffers, but only a ppfsdp::nn::Module says how they get "
+                "their initial values");
   });
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 #include <torch/ordered_dict.h>
@@ -29,6 +30,10 @@ using ModulePtr = std::shared_ptr<Module>;
 class ModuleExtension {
  public:
   virtual ~ModuleExtension() = default;
+
+  /// nn::to_empty has reached the module: gives those parameters whose memory the extension lays
+  /// out new memory on `device`, without values, and returns them.
+  virtual std::vector<at::Tensor> to_empty(c10::Device /*device*/) { return {}; }
 };
 
 /// torch::nn::Module with what per-parameter sharding needs: parameter slots and forward hooks.
@@ -81,8 +86,9 @@ class Module : public torch::nn::Module {
   void set_registered_buffer(const std::string& name, at::Tensor value);
 
   /// Gives this module's own parameters and buffers their initial values in place, with the default
-  /// generator; a module with parameters or buffers overrides it.
-  virtual void reset_parameters() {}
+  /// generator. It acts on the registered entries, which under fully_shard are the sharded
+  /// parameters. A module with parameters or buffers overrides it: the default throws for one.
+  virtual void reset_parameters();
 
   /// Hooks run in the order of registration; those with `prepend` before all others. A hook that is
   /// registered from inside a hook of the same kind and not prepended runs in the same call.
@@ -100,6 +106,9 @@ class Module : public torch::nn::Module {
   void set_extension(const std::string& key, std::shared_ptr<ModuleExtension> extension);
   /// Null when there is none.
   ModuleExtension* extension(const std::string& key) const;
+  const std::map<std::string, std::shared_ptr<ModuleExtension>>& extensions() const {
+    return extensions_;
+  }
 
  private:
   void check_registration(const char* function, const std::string& name, const at::Tensor& slot,
@@ -114,8 +123,21 @@ class Module : public torch::nn::Module {
   std::map<std::string, std::shared_ptr<ModuleExtension>> extensions_;
 };
 
-/// Reset of `module` and everything below it, a module before its children: reset_parameters of
-/// each ppfsdp::nn::Module, once each.
+/// Calls `visit` once for each module below `root` and for itself, children before the module that
+/// holds them, in the order of registration. `path` is the module's name below `root`, empty for
+/// the root.
+void visit_modules(
+    torch::nn::Module& root,
+    const std::function<void(const std::string& path, torch::nn::Module& module)>& visit);
+
+/// "path.name", or "name" below the root, whose path is empty.
+std::string join_path(const std::string& path, const std::string& name);
+
+/// reset_parameters of `module` and of every module below it, once each, in the order of
+/// visit_modules. That is the order of constructors which make their children and then call
+/// reset_parameters, so that from one generator a model that was materialised by to_empty gets the
+/// values of one that was built on its device. A module that has parameters or buffers and no
+/// reset_parameters is an error that names it.
 void reset_all_parameters(Module& module);
 
 namespace internal {

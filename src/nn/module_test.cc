@@ -9,7 +9,11 @@
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/linear.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -17,6 +21,7 @@ namespace ppfsdp::nn {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 std::vector<std::string> names_of(const Module::NamedTensors& tensors) { return tensors.keys(); }
 
@@ -42,7 +47,9 @@ class PairImpl : public Module {
     register_parameter("bias", bias, at::zeros({2}));
   }
   at::Tensor forward(const at::Tensor& x) { return second(first(x)) + bias; }
+  void reset_parameters() override { resets_of_children = first->resets + second->resets; }
 
+  int resets_of_children = -1;
   Scale first = nullptr;
   Scale second = nullptr;
   at::Tensor bias;
@@ -130,12 +137,73 @@ TEST(ModuleSlots, FaultsOfTheCallerAreErrorsAndLeaveTheModuleAsItWas) {
   EXPECT_THAT(names_of(bad->named_parameters()), ElementsAre("a"));
 }
 
-TEST(ModuleReset, EveryModuleIsResetOnce) {
+// Once each, or the random numbers that follow would be others; and children first, as constructors
+// do, so that a module may give its children's parameters values of its own.
+TEST(ModuleReset, EveryModuleIsResetOnceChildrenFirst) {
   Pair pair;
   pair->register_module("again", pair->first.ptr());
   reset_all_parameters(*pair);
   EXPECT_EQ(pair->first->resets, 1);
   EXPECT_EQ(pair->second->resets, 1);
+  EXPECT_EQ(pair->resets_of_children, 2);
+}
+
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+class ForgetfulImpl : public Module {
+ public:
+  explicit ForgetfulImpl(bool buffer) {
+    if (buffer) {
+      register_buffer("table", table, at::ones({2}));
+    } else {
+      register_parameter("weight", table, at::ones({2}));
+    }
+  }
+  at::Tensor table;
+};
+
+/// A container of the user's, and what it holds.
+class HolderImpl : public Module {
+ public:
+  explicit HolderImpl(const std::shared_ptr<torch::nn::Module>& held) {
+    register_module("middle", std::make_shared<torch::nn::ModuleListImpl>())->push_back(held);
+  }
+};
+
+// Garbage would train, badly.
+TEST(ModuleReset, AModuleThatCannotResetItsOwnIsNamed) {
+  for (const bool buffer : {false, true}) {
+    HolderImpl holder(std::make_shared<ForgetfulImpl>(buffer));
+    const std::string error = error_of([&] { reset_all_parameters(holder); });
+    EXPECT_THAT(error, HasSubstr("ForgetfulImpl has parameters or buffers of its own"));
+    EXPECT_THAT(error, HasSubstr("while resetting module 'middle.0'"));
+  }
+  HolderImpl foreign(std::make_shared<torch::nn::LinearImpl>(2, 3));
+  EXPECT_THAT(
+      error_of([&] { reset_all_parameters(foreign); }),
+      HasSubstr("module 'middle.0' is a torch::nn::LinearImpl and has parameters or buffers"));
+  HolderImpl nothing(std::make_shared<torch::nn::ReLUImpl>());
+  EXPECT_EQ(error_of([&] { reset_all_parameters(nothing); }), "");
+  ForgetfulImpl root(false);
+  EXPECT_THAT(error_of([&] { reset_all_parameters(root); }),
+              HasSubstr("while resetting the root module"));
+}
+
+TEST(ModuleVisit, EachOnceWithItsPath) {
+  Pair pair;
+  pair->register_module("again", pair->first.ptr());
+  std::vector<std::string> paths;
+  visit_modules(*pair, [&](const std::string& path, torch::nn::Module&) { paths.push_back(path); });
+  EXPECT_THAT(paths, ElementsAre("first", "second", ""));
+  EXPECT_EQ(join_path("", "a"), "a");
+  EXPECT_EQ(join_path("a.b", "c"), "a.b.c");
 }
 
 TEST(ModuleExtensions, OnePerKey) {
