@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+/// Random values in DTensors.
+///
+/// normal_, uniform_, bernoulli_, random_, exponential_, geometric_, log_normal_, cauchy_, the
+/// *_like creations, dropout, and all that is made of them (torch::nn::init, say) draw on the CPU
+/// exactly the values that the plain unsharded tensor of the same sizes, strides and dtype gets
+/// from the same generator, on any mesh, in any placement but Partial, and leave the generator in
+/// the same state, byte for byte. Every rank must call them alike, with generators in the same
+/// state: an explicit one, or the runtime's default_generator(), of which each rank has its own. So
+/// replicas are equal, and a sharded model starts as the model of one device.
+///
+/// A rank computes the values of its own part (and of what lies within a block of it) and skips the
+/// others: memory is O(part + block), and time that of the part, plus for what is skipped, as the
+/// part lies, at most a fraction of drawing it (random_skip.h).
+namespace ppfsdp::dtensor {
+
+/// While one is alive, random ops on DTensors on this thread draw nothing from a generator: the
+/// value of an element is a function of `seed`, the number of the op (counted from `first_draw` on)
+/// and the element's row-major index in the whole tensor (fill_indexed, philox_indexed.h). The same
+/// on every device, mesh and placement, at the cost of the rank's own part. Values differ from
+/// those of ATen's kernels. Ops that have no such form (geometric_, log_normal_, cauchy_) throw.
+///
+/// Each rank makes its own. One inside another's lifetime stands in for it.
+class IndexedRandomGuard {
+ public:
+  explicit IndexedRandomGuard(uint64_t seed, uint64_t first_draw = 0);
+  ~IndexedRandomGuard();
+  IndexedRandomGuard(const IndexedRandomGuard&) = delete;
+  IndexedRandomGuard& operator=(const IndexedRandomGuard&) = delete;
+
+  /// The number of the next op: where a later guard goes on.
+  uint64_t next_draw() const { return next_draw_; }
+
+ private:
+  friend struct IndexedDraw;
+  uint64_t seed_;
+  uint64_t next_draw_;
+  IndexedRandomGuard* outer_;
+};
+
+/// For the rules: what the op that asks is to draw from.
+struct IndexedDraw {
+  uint64_t seed;
+  uint64_t draw;
+
+  /// Of the guard alive on this thread, which it moves on; none if there is none.
+  static std::optional<IndexedDraw> take();
+};
+
+}  // namespace ppfsdp::dtensor
