@@ -93,13 +93,12 @@ void draw_by_probabilities(const RandomPart& part, const at::Tensor& self, const
   }
   const at::ScalarType dtype = p.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor uniform = at::empty(self.sizes(), self.options().dtype(dtype));
-  part.draw(uniform,
-            {"bernoulli",
-             [](const at::Tensor& tensor, const at::Generator& from) {
-               tensor.uniform_(0, 1, from);
-             },
-             Uniform{0, 1}},
-            generator);
+  part.draw(
+      uniform,
+      {"bernoulli",
+       [](const at::Tensor& tensor, const at::Generator& from) { tensor.uniform_(0, 1, from); },
+       Uniform{0, 1}},
+      generator);
   self.copy_(at::lt(uniform, p));
 }
 
