@@ -1,16 +1,34 @@
 #include "src/nn/init.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/init.h>
 
 #include <cmath>
 #include <numbers>
+#include <tuple>
 
 namespace ppfsdp::nn {
 namespace {
 
 double normal_cdf(double x) { return (1.0 + std::erf(x / std::sqrt(2.0))) / 2.0; }
+
+/// Fan in and fan out, of the sizes alone.
+std::tuple<int64_t, int64_t> fans(const at::Tensor& weight) {
+  return torch::nn::init::_calculate_fan_in_and_fan_out(
+      at::empty(weight.sizes(), at::TensorOptions(at::kMeta)));
+}
+
+double kaiming_std(const at::Tensor& weight, double a) {
+  return torch::nn::init::calculate_gain(torch::kLeakyReLU, a) /
+         std::sqrt(static_cast<double>(std::get<0>(fans(weight))));
+}
+
+double xavier_std(const at::Tensor& weight, double gain) {
+  const auto [in, out] = fans(weight);
+  return gain * std::sqrt(2.0 / static_cast<double>(in + out));
+}
 
 }  // namespace
 
@@ -46,10 +64,33 @@ Initializer ones() {
   };
 }
 
-Initializer kaiming_uniform() {
-  return [](at::Tensor& parameter) {
-    // With a = sqrt(5) the bound is sqrt(6 / ((1 + a^2) fan_in)) = 1 / sqrt(fan_in).
-    torch::nn::init::kaiming_uniform_(parameter, std::sqrt(5.0));
+Initializer kaiming_uniform(double a) {
+  return [a](at::Tensor& parameter) {
+    at::NoGradGuard no_grad;
+    const double bound = std::sqrt(3.0) * kaiming_std(parameter, a);
+    parameter.uniform_(-bound, bound);
+  };
+}
+
+Initializer kaiming_normal(double a) {
+  return [a](at::Tensor& parameter) {
+    at::NoGradGuard no_grad;
+    parameter.normal_(0, kaiming_std(parameter, a));
+  };
+}
+
+Initializer xavier_uniform(double gain) {
+  return [gain](at::Tensor& parameter) {
+    at::NoGradGuard no_grad;
+    const double bound = std::sqrt(3.0) * xavier_std(parameter, gain);
+    parameter.uniform_(-bound, bound);
+  };
+}
+
+Initializer xavier_normal(double gain) {
+  return [gain](at::Tensor& parameter) {
+    at::NoGradGuard no_grad;
+    parameter.normal_(0, xavier_std(parameter, gain));
   };
 }
 

@@ -18,7 +18,14 @@ void trunc_normal_(at::Tensor& tensor, double mean, double std, double low, doub
 Initializer normal(double mean, double std);
 Initializer trunc_normal(double mean, double std, double low, double high);
 Initializer ones();
-/// Uniform in +-1/sqrt(fan in), what torch::nn::Linear does.
-Initializer kaiming_uniform();
+/// The functions of torch::nn::init of these names, bit for bit (the default `a` of
+/// kaiming_uniform, sqrt(5), gives +-1/sqrt(fan in), what torch::nn::Linear does). The fans are
+/// those of the global sizes, for weights of any number of dims and any sharding; torch::nn::init's
+/// own look at element [0][0] of more than two dims, which throws on a DTensor split on the first
+/// or second.
+Initializer kaiming_uniform(double a = 2.23606797749978969);
+Initializer kaiming_normal(double a = 0);
+Initializer xavier_uniform(double gain = 1);
+Initializer xavier_normal(double gain = 1);
 
 }  // namespace ppfsdp::nn
