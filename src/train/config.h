@@ -40,6 +40,7 @@ struct TrainingConfig {
   int64_t seed = 0;
   double max_norm = 1.0;
   double norm_type = 2.0;
+  bool reproducible_norm = false;
   std::string param_dtype = "float32";
   std::string reduce_dtype = "float32";
   bool operator==(const TrainingConfig&) const = default;

@@ -90,6 +90,9 @@ std::vector<Key> make_keys() {
              "Gradients are scaled down to this norm; 0 only measures it.", 0, kLargest),
       number("training.norm_type", PPFSDP_FIELD(training.norm_type), "",
              "p of the gradient's p-norm; inf is the largest magnitude.", 0.1, kInfinity),
+      plain("training.reproducible_norm", PPFSDP_FIELD(training.reproducible_norm),
+            "Whether the norm is that of an exact sum, rounded once, so that equal gradients have "
+            "the same norm on any number of ranks."),
       one_of("training.param_dtype", PPFSDP_FIELD(training.param_dtype),
              "Dtype of all-gather and compute; parameters and optimizer stay float32.",
              {"float32", "bfloat16", "float16"}),

@@ -43,6 +43,7 @@ tied = true
 files = ["a.txt", "b/**/*.h"]
 [training]
 norm_type = inf
+reproducible_norm = true
 [optimizer]
 name = "sgd"
 lr = 1
@@ -57,6 +58,7 @@ sim_poison = false
   expected.model.tied = true;
   expected.data.files = {"a.txt", "b/**/*.h"};
   expected.training.norm_type = std::numeric_limits<double>::infinity();
+  expected.training.reproducible_norm = true;
   expected.optimizer.name = "sgd";
   expected.optimizer.lr = 1.0;
   expected.parallelism.reshard_after_forward = 2;

@@ -44,7 +44,8 @@ class ExactExpectation : public Expectation {
     verdict.sharded = sharded;
     const std::vector<double> rank_losses = forward_and_backward(sharded.step);
     verdict.expected_grad_norm =
-        reference_.clip_grad_norm_(clip_limit(config_.training), config_.training.norm_type);
+        reference_.clip_grad_norm_(clip_limit(config_.training), config_.training.norm_type,
+                                   config_.training.reproducible_norm);
     const DifferenceReport report(compared_, sharded.step, verdict.first_difference);
     for (size_t rank = 0; rank < rank_losses.size(); ++rank) {
       verdict.expected_loss += rank_losses[rank];

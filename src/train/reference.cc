@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "src/comm/reduce_op.h"
+#include "src/optim/total_norm.h"
 
 namespace ppfsdp::train {
 namespace {
@@ -275,7 +276,7 @@ std::vector<at::Tensor> ReferenceTrainer::folded_norms(const std::vector<at::Ten
   return fold(options_.order, comm::ReduceOp::sum(), by_rank).pow(1.0 / norm_type).unbind();
 }
 
-double ReferenceTrainer::clip_grad_norm_(double max_norm, double norm_type) {
+double ReferenceTrainer::clip_grad_norm_(double max_norm, double norm_type, bool reproducible) {
   TORCH_CHECK(norm_type > 0, "ReferenceTrainer: norm_type is ", norm_type,
               ", must be positive or infinity");
   at::NoGradGuard no_grad;
@@ -284,11 +285,16 @@ double ReferenceTrainer::clip_grad_norm_(double max_norm, double norm_type) {
     if (parameter.grad().defined()) grads.push_back(parameter.grad());
   }
   if (grads.empty()) return 0;
-  const std::vector<at::Tensor> norms = folded_norms(grads, norm_type);
-  at::Tensor total = norms[0];
-  if (norms.size() > 1) {
-    const at::Tensor all = at::stack(norms);
-    total = std::isinf(norm_type) ? at::max(all) : all.norm(norm_type);
+  at::Tensor total;
+  if (reproducible) {
+    total = optim::get_total_norm(grads, {.norm_type = norm_type, .reproducible = true});
+  } else {
+    const std::vector<at::Tensor> norms = folded_norms(grads, norm_type);
+    total = norms[0];
+    if (norms.size() > 1) {
+      const at::Tensor all = at::stack(norms);
+      total = std::isinf(norm_type) ? at::max(all) : all.norm(norm_type);
+    }
   }
   const at::Tensor factor = at::clamp((total + 1e-6).reciprocal() * max_norm, std::nullopt, 1.0);
   for (const at::Tensor& grad : grads) grad.mul_(factor);

@@ -48,8 +48,8 @@ class ReferenceTrainer {
 
   /// Clips as optim::clip_grad_norm_ does on sharded gradients and returns the norm
   /// before: the norms of each rank's shards are folded in the mesh's order. `norm_type`: positive
-  /// or infinity.
-  double clip_grad_norm_(double max_norm, double norm_type);
+  /// or infinity. A reproducible norm is the one of NormOptions.
+  double clip_grad_norm_(double max_norm, double norm_type, bool reproducible = false);
 
  private:
   struct Parameter {

@@ -174,7 +174,8 @@ class ToleranceExpectation : public Expectation {
     });
     result.loss = losses.at(0).at(0);
     result.grad_norm =
-        reference_.clip_grad_norm_(clip_limit(config_.training), config_.training.norm_type);
+        reference_.clip_grad_norm_(clip_limit(config_.training), config_.training.norm_type,
+                                   config_.training.reproducible_norm);
     for (const at::Tensor& parameter : model_->parameters()) {
       result.gradients.push_back(parameter.grad());
     }

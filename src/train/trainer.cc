@@ -50,7 +50,8 @@ StepResult Trainer::step(int64_t step, const std::atomic<int>* stop_signal) {
   optimizer_->zero_grad();
   const double loss = forward_and_backward(step);
   result.grad_norm = optim::clip_grad_norm_(optimizer_->parameters(), clip_limit(config_.training),
-                                            config_.training.norm_type)
+                                            {.norm_type = config_.training.norm_type,
+                                             .reproducible = config_.training.reproducible_norm})
                          .item<double>();
   result.lr = learning_rate(config_.optimizer, config_.training.steps, step);
   optimizer_->set_lr(result.lr);

@@ -159,6 +159,7 @@ TEST_F(VerifyTest, exact_for_any_config) {
     config.optimizer.name = *rc::gen::element<std::string>("adamw", "sgd");
     config.optimizer.implementation = *rc::gen::element<std::string>("foreach", "for-loop");
     config.training.max_norm = *rc::gen::element(0.0, 0.01, 1.0);
+    config.training.reproducible_norm = *rc::gen::arbitrary<bool>();
     config.parallelism.reshard_after_forward =
         *rc::gen::element<ReshardSetting>(std::monostate(), true, false);
     RC_LOG() << "replay: ppfsdp verify with\n" << to_toml(config);

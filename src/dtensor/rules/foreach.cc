@@ -115,28 +115,31 @@ double norm_of_none(double order) {
   return order < 0 ? std::numeric_limits<double>::infinity() : 0.0;
 }
 
-/// _foreach_norm where this rank's part of some tensors may be empty.
-void local_foreach_norm(const LocalCall& call) {
-  const std::vector<at::Tensor> tensors = call.arg(0).toTensorVector();
-  const at::Scalar order = call.arg(1).toScalar();
-  const auto dtype = call.arg(2).toOptional<at::ScalarType>();
-  std::vector<at::Tensor> filled;
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() > 0) {
-      filled.push_back(tensor);
+/// _foreach_norm where this rank's part of tensor i is empty, though the tensor is not, if
+/// none_here[i].
+LocalFunction foreach_norm_with_none(const std::vector<bool>& none_here) {
+  return [none_here](const LocalCall& call) {
+    const std::vector<at::Tensor> tensors = call.arg(0).toTensorVector();
+    const at::Scalar order = call.arg(1).toScalar();
+    const auto dtype = call.arg(2).toOptional<at::ScalarType>();
+    std::vector<at::Tensor> filled;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!none_here[i]) {
+        filled.push_back(tensors[i]);
+      }
     }
-  }
-  const std::vector<at::Tensor> norms =
-      filled.empty() ? filled : at::_foreach_norm(filled, order, dtype);
-  c10::List<at::Tensor> results;
-  size_t next = 0;
-  for (const at::Tensor& tensor : tensors) {
-    results.push_back(tensor.numel() > 0
-                          ? norms[next++]
-                          : at::full({}, norm_of_none(order.toDouble()),
-                                     tensor.options().dtype(dtype.value_or(tensor.scalar_type()))));
-  }
-  call.finish({results});
+    const std::vector<at::Tensor> norms =
+        filled.empty() ? filled : at::_foreach_norm(filled, order, dtype);
+    c10::List<at::Tensor> results;
+    size_t next = 0;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const auto of_result = c10::toRealValueType(dtype.value_or(tensors[i].scalar_type()));
+      results.push_back(none_here[i] ? at::full({}, norm_of_none(order.toDouble()),
+                                                tensors[i].options().dtype(of_result))
+                                     : norms[next++]);
+    }
+    call.finish({results});
+  };
 }
 
 Rule foreach_norm() {
@@ -153,15 +156,16 @@ Rule foreach_norm() {
           plan.inputs[group.front()] = inputs;
           plan.results.push_back({results, {}, dtensor});
         });
-    const bool some_empty =
-        std::any_of(call.operands().begin(), call.operands().end(), [](const Operand& operand) {
-          const auto& sizes = operand.spec->local_sizes;
-          const auto& whole = operand.spec->sizes;
-          return std::count(sizes.begin(), sizes.end(), 0) > 0 &&
-                 std::count(whole.begin(), whole.end(), 0) == 0;
-        });
-    if (some_empty) {
-      plan.local = local_foreach_norm;
+    std::vector<bool> none_here;
+    for (const Operand& operand : call.operands()) {
+      const auto& sizes = operand.spec->local_sizes;
+      const auto& whole = operand.spec->sizes;
+      // Of a tensor that has no elements at all LibTorch says what it has to say, on every rank.
+      none_here.push_back(std::count(sizes.begin(), sizes.end(), 0) > 0 &&
+                          std::count(whole.begin(), whole.end(), 0) == 0);
+    }
+    if (std::count(none_here.begin(), none_here.end(), true) > 0) {
+      plan.local = foreach_norm_with_none(none_here);
     }
     return plan;
   }};

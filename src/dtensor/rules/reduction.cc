@@ -103,7 +103,9 @@ LocalFunction filled(const std::vector<int64_t>& sizes, double value) {
       fill = value > 0;
     }
     const auto dtype = dtype_argument(call);
-    call.finish({at::full(sizes, fill, self.options().dtype(dtype.value_or(self.scalar_type())))});
+    // A norm of complex numbers is real; no other fold that comes here takes them.
+    const auto of_result = c10::toRealValueType(dtype.value_or(self.scalar_type()));
+    call.finish({at::full(sizes, fill, self.options().dtype(of_result))});
   };
 }
 
@@ -194,7 +196,12 @@ Rule mean_rule() {
       TORCH_CHECK(at::isFloatingType(to.value_or(self.scalar_type())) ||
                       at::isComplexType(to.value_or(self.scalar_type())),
                   "mean(): needs a floating point dtype, got ", self.scalar_type());
-      local.finish({at::sum(self, reduction.dims, reduction.keepdim, to).div_(count)});
+      // A sum may not fit into the half types though the mean does.
+      const at::ScalarType of_result = to.value_or(self.scalar_type());
+      const bool half = of_result == at::kHalf || of_result == at::kBFloat16;
+      const at::ScalarType of_sum = half ? at::kFloat : of_result;
+      const at::Tensor sum = at::sum(self, reduction.dims, reduction.keepdim, of_sum);
+      local.finish({at::div(sum, count).to(of_result)});
     };
     return plan;
   }};
