@@ -248,6 +248,35 @@ TEST_F(CliTest, model_that_the_machine_can_not_hold) {
   EXPECT_EQ(run("train --print-config --set model.name=llama3-405b").code, 0);
 }
 
+// A model of any size, on any machine, without data.
+TEST_F(CliTest, dry_run_counts_what_a_rank_would_hold) {
+  const std::string dry_run = "train --dry-run --set model.name=llama2-7b --set data.files=nothing";
+  const Result result = run(dry_run + " --set parallelism.ranks=8");
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(result.out,
+            "model: llama2-7b (6738.42 M parameters)  backend: sim, 8 ranks  groups: 33\n"
+            "a rank holds 12.55 GiB: parameters 3.14, gradients 3.14, optimizer state 6.28; all "
+            "ranks together 100.41 GiB\n"
+            "on top, while it computes: activations, and gathered groups of at most 0.98 GiB\n");
+  const Result launched = run("launch -n 2 -- " + dry_run);
+  EXPECT_EQ(launched.code, 0) << launched.err;
+  EXPECT_EQ(lines(launched.out).size(), 3u) << launched.out;
+  EXPECT_NE(launched.out.find("a rank holds 50.21 GiB"), std::string::npos) << launched.out;
+}
+
+// Said before the first step, by every rank, and by the launcher once.
+TEST_F(CliTest, weights_that_do_not_fit_are_code_2) {
+  write("not.safetensors", "short");
+  for (const char* command : {"train", "launch -n 2 -- train"}) {
+    const Result result = run(command + tiny("--set model.weights=not.safetensors"));
+    EXPECT_EQ(result.code, 2) << result.err;
+    EXPECT_EQ(losses(result.out), std::vector<std::string>());
+    EXPECT_NE(result.err.find("model.weights = \"not.safetensors\": not.safetensors: cut short"),
+              std::string::npos)
+        << result.err;
+  }
+}
+
 TEST_F(CliTest, verify_shows_equality_on_sim_and_gloo) {
   const Result exact = run("verify" + tiny());
   EXPECT_EQ(exact.code, 0) << exact.err;

@@ -106,6 +106,9 @@ CommandLine parse_command_line(std::vector<std::string> arguments) {
 
   CLI::App* train = app.add_subcommand("train", "Train a Llama; without arguments the debug one");
   add_config_options(*train, line.config);
+  train->add_flag(
+      "--dry-run", line.config.dry_run,
+      "Build and shard the model without memory, print what a rank would hold, and end");
 
   CLI::App* verify = app.add_subcommand(
       "verify", "Show that sharded training equals one device's: bit for bit, or within tolerance");

@@ -25,6 +25,10 @@ TEST(CommandLineTest, reads_what_each_subcommand_takes) {
   EXPECT_EQ(parse_command_line({"verify", "--exact"}).mode, train::VerifyMode::kExact);
   EXPECT_EQ(parse_command_line({"verify", "--tolerance"}).mode, train::VerifyMode::kTolerance);
   EXPECT_TRUE(parse_command_line({"train", "--print-config"}).config.print_config);
+  EXPECT_FALSE(train.config.dry_run);
+  EXPECT_TRUE(parse_command_line({"train", "--dry-run"}).config.dry_run);
+  EXPECT_NE(error_of({"verify", "--dry-run"}).find("verify: there is no option --dry-run"),
+            std::string::npos);
 }
 
 // What follows the command's name is the command's, with and without "--", options too.

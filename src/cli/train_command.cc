@@ -16,6 +16,7 @@
 #include "src/train/data_loader.h"
 #include "src/train/metrics.h"
 #include "src/train/peak_flops.h"
+#include "src/train/rank_memory.h"
 #include "src/train/recipe.h"
 #include "src/train/trainer.h"
 
@@ -57,12 +58,39 @@ void print_start(const Config& config, const nn::LlamaConfig& model,
   std::fflush(stdout);
 }
 
+/// What training would hold, counted without any of it.
+void print_memory(const Config& config) {
+  constexpr double kGiB = 1 << 30;
+  run_ranks(config, [&](comm::Runtime& runtime) {
+    const train::RankMemory memory = train::count_rank_memory(config, runtime);
+    // Rows are dealt from the front, so no rank holds more than the first.
+    if (runtime.rank() != 0) return;
+    fmt::print("model: {} ({:.2f} M parameters)  backend: {}, {} rank{}  groups: {}\n",
+               config.model.name, static_cast<double>(memory.parameters) / 1e6,
+               config.communication.backend, config.parallelism.ranks,
+               config.parallelism.ranks == 1 ? "" : "s", memory.groups);
+    fmt::print(
+        "a rank holds {:.2f} GiB: parameters {:.2f}, gradients {:.2f}, optimizer state {:.2f}; all "
+        "ranks together {:.2f} GiB\n",
+        memory.held_bytes() / kGiB, memory.parameter_bytes / kGiB, memory.gradient_bytes / kGiB,
+        memory.optimizer_bytes / kGiB,
+        static_cast<double>(config.parallelism.ranks) * memory.held_bytes() / kGiB);
+    fmt::print(
+        "on top, while it computes: activations, and gathered groups of at most {:.2f} GiB\n",
+        memory.largest_group_bytes / kGiB);
+  });
+}
+
 }  // namespace
 
 int train_command(const ConfigOptions& options) {
   const Config config = read_config(options);
   if (options.print_config) {
     if (leads(config)) fmt::print("{}", train::to_toml(config));
+    return kSuccess;
+  }
+  if (options.dry_run) {
+    print_memory(config);
     return kSuccess;
   }
   const nn::LlamaConfig model = train::model_config(config);

@@ -1,15 +1,21 @@
 #include "src/train/recipe.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/Generator.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include <limits>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "src/checkpoint/load_weights.h"
+#include "src/comm/single_runtime.h"
+#include "src/mesh/device_mesh.h"
+#include "src/nn/to_empty.h"
 #include "src/optim/adamw.h"
 #include "src/optim/sgd.h"
 #include "src/train/config_error.h"
@@ -23,6 +29,18 @@ std::optional<at::ScalarType> reduced_dtype(const std::string& name) {
   if (name == "bfloat16") return at::kBFloat16;
   if (name == "float16") return at::kHalf;
   return std::nullopt;
+}
+
+void load_weights(const ModelConfig& config, nn::Module& model, comm::Runtime& runtime) {
+  if (config.weights.empty()) return;
+  const auto reader = config.weights_reader == "rank_zero" ? checkpoint::WeightsReader::kRankZero
+                                                           : checkpoint::WeightsReader::kEveryRank;
+  try {
+    checkpoint::load_weights(model, config.weights, runtime, {.reader = reader});
+  } catch (const c10::Error& error) {
+    throw ConfigError(
+        fmt::format("model.weights = \"{}\": {}", config.weights, error.what_without_backtrace()));
+  }
 }
 
 template <typename Value>
@@ -74,9 +92,35 @@ void check_config(const Config& config) {
   }
 }
 
+nn::Llama make_meta_model(const Config& config) {
+  return nn::Llama(model_config(config), at::kMeta);
+}
+
+fsdp::FSDPModule shard(const Config& config, nn::Llama& model, comm::Runtime& runtime) {
+  fsdp::FullyShardOptions options;
+  options.mesh = mesh::DeviceMesh::create(runtime, {runtime.world_size()}, {"shard"});
+  options.reshard_after_forward = config.parallelism.reshard_after_forward;
+  options.mp_policy = mixed_precision(config.training);
+  for (nn::LlamaBlock& block : model->blocks()) fsdp::fully_shard(*block, options);
+  return fsdp::fully_shard(*model, options);
+}
+
+void initialize(const Config& config, nn::Llama& model, comm::Runtime& runtime) {
+  nn::to_empty(*model, runtime.device());
+  at::Generator generator = runtime.default_generator();
+  {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(static_cast<uint64_t>(config.training.seed));
+  }
+  nn::reset_all_parameters(*model);
+  load_weights(config.model, *model, runtime);
+}
+
 nn::Llama make_model(const Config& config, c10::TensorOptions options) {
   at::manual_seed(static_cast<uint64_t>(config.training.seed));
-  return nn::Llama(model_config(config), options);
+  nn::Llama model(model_config(config), options);
+  load_weights(config.model, *model, *comm::make_single_runtime());
+  return model;
 }
 
 fsdp::MixedPrecisionPolicy mixed_precision(const TrainingConfig& training) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "src/comm/runtime.h"
 #include "src/fsdp/fully_shard.h"
 #include "src/nn/llama.h"
 #include "src/nn/llama_config.h"
@@ -25,8 +26,23 @@ nn::LlamaConfig model_config(const Config& config);
 /// the ranks, other dtypes on one device.
 void check_config(const Config& config);
 
-/// The model with initial values by training.seed, the same on every rank. Seeds the default CPU
-/// generator. `options`: device and dtype of the parameters.
+/// The model on the meta device: without memory and values. fully_shard it, or not, and then
+/// initialize it.
+nn::Llama make_meta_model(const Config& config);
+
+/// fully_shard on each block and then on the model, over all ranks of `runtime`, as [parallelism]
+/// and [training] say. Every rank calls it.
+fsdp::FSDPModule shard(const Config& config, nn::Llama& model, comm::Runtime& runtime);
+
+/// Gives a model from make_meta_model its memory on the runtime's device, of what is sharded this
+/// rank's part alone, and its values: initial ones by training.seed, or those of model.weights.
+/// Every rank calls it. Seeds runtime.default_generator(). Throws ConfigError, on every rank, for
+/// weights that cannot be loaded.
+void initialize(const Config& config, nn::Llama& model, comm::Runtime& runtime);
+
+/// The same model, whole, on this process alone, built in one go: initialize gives each rank the
+/// parts of its values, bit for bit. Seeds the default CPU generator. `options`: device and dtype
+/// of the parameters.
 nn::Llama make_model(const Config& config, c10::TensorOptions options = {});
 
 /// Unset where the dtype is the parameters' own, float32.

@@ -28,8 +28,9 @@ struct StepResult {
   int stop_signal = 0;
 };
 
-/// One rank's end of training a Config: the same model on every rank, fully_shard on each block and
-/// then the root (with backend "single": a plain model), the optimizer, and a step.
+/// One rank's end of training a Config: the model, built on meta, fully_shard on each block and
+/// then the root (with backend "single": on none), memory and values for this rank's part, the
+/// optimizer, and a step.
 class Trainer {
  public:
   /// Every rank of `runtime`'s world makes one. `data` and `runtime` must outlive it. `config` must

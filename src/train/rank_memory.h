@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+
+#include "src/comm/runtime.h"
+#include "src/train/config.h"
+
+namespace ppfsdp::train {
+
+/// What one rank holds of a Config's model between steps, and has to gather within them.
+struct RankMemory {
+  int64_t parameters = 0;           ///< of the whole model, in elements
+  int64_t groups = 0;               ///< that are gathered on their own; 0 without sharding
+  int64_t parameter_bytes = 0;      ///< this rank's shards with their padding
+  int64_t gradient_bytes = 0;       ///< likewise
+  int64_t optimizer_bytes = 0;      ///< of one value or more a parameter of the shard
+  int64_t largest_group_bytes = 0;  ///< gathered, in the compute dtype
+
+  int64_t held_bytes() const { return parameter_bytes + gradient_bytes + optimizer_bytes; }
+};
+
+/// Counts it on the model itself, built and sharded on meta: takes no memory for any size. Every
+/// rank calls it.
+RankMemory count_rank_memory(const Config& config, comm::Runtime& runtime);
+
+}  // namespace ppfsdp::train
