@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "src/checkpoint/load_weights.h"
 #include "src/cli/report.h"
 #include "src/cli/runtimes.h"
 #include "src/cli/stop_signal.h"
@@ -55,6 +56,14 @@ void print_start(const Config& config, const nn::LlamaConfig& model,
       static_cast<double>(data.data().size()) / 1e6, data.data().paths().size(),
       config.training.global_batch, config.data.seq_len, config.communication.backend,
       config.parallelism.ranks, config.parallelism.ranks == 1 ? "" : "s");
+  std::fflush(stdout);
+}
+
+/// A load that changed dtypes says so.
+void print_converted(const Config& config, const checkpoint::LoadReport& report) {
+  if (report.converted.empty()) return;
+  fmt::print("weights: {}  tensors converted: {}, the first {}\n", config.model.weights,
+             report.converted.size(), report.converted[0]);
   std::fflush(stdout);
 }
 
@@ -108,6 +117,7 @@ int train_command(const ConfigOptions& options) {
     train::Trainer trainer(config, data, runtime);
     train::TrainOptions train_options{.stop_signal = &stop_signal};
     if (runtime.rank() == 0) {
+      print_converted(config, trainer.load_report());
       train_options.on_step = [&](const train::StepResult& step) {
         metrics->step(step.step + 1, step.loss, step.grad_norm, step.lr, step.seconds);
       };

@@ -21,6 +21,8 @@ struct ModelConfig {
   std::optional<int64_t> dim, layers, heads, kv_heads, hidden, vocab;
   std::optional<double> rope_theta;
   std::optional<bool> tied;
+  std::string weights;
+  std::string weights_reader = "every_rank";
   bool operator==(const ModelConfig&) const = default;
 };
 

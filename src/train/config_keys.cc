@@ -60,6 +60,15 @@ std::vector<Key> make_keys() {
              "Base of the rotary embedding.", 1, kLargest),
       plain("model.tied", PPFSDP_FIELD(model.tied),
             "Whether the output layer's weight is the embedding's."),
+      plain(
+          "model.weights", PPFSDP_FIELD(model.weights),
+          "Initial parameters: a .safetensors file, an index of several (.json), or a folder that "
+          "holds model.safetensors or its index; names as in this model.",
+          "initial values by training.seed"),
+      one_of("model.weights_reader", PPFSDP_FIELD(model.weights_reader),
+             "every_rank: each reads its part of the weights. rank_zero: rank 0 reads and sends "
+             "the others theirs.",
+             {"every_rank", "rank_zero"}),
 
       one_of("data.kind", PPFSDP_FIELD(data.kind),
              "text: files are read as one token a byte. tokens: files are arrays of little-endian "

@@ -12,7 +12,6 @@
 #include <string>
 #include <utility>
 
-#include "src/checkpoint/load_weights.h"
 #include "src/comm/single_runtime.h"
 #include "src/mesh/device_mesh.h"
 #include "src/nn/to_empty.h"
@@ -31,12 +30,13 @@ std::optional<at::ScalarType> reduced_dtype(const std::string& name) {
   return std::nullopt;
 }
 
-void load_weights(const ModelConfig& config, nn::Module& model, comm::Runtime& runtime) {
-  if (config.weights.empty()) return;
+checkpoint::LoadReport load_weights(const ModelConfig& config, nn::Module& model,
+                                    comm::Runtime& runtime) {
+  if (config.weights.empty()) return {};
   const auto reader = config.weights_reader == "rank_zero" ? checkpoint::WeightsReader::kRankZero
                                                            : checkpoint::WeightsReader::kEveryRank;
   try {
-    checkpoint::load_weights(model, config.weights, runtime, {.reader = reader});
+    return checkpoint::load_weights(model, config.weights, runtime, {.reader = reader});
   } catch (const c10::Error& error) {
     throw ConfigError(
         fmt::format("model.weights = \"{}\": {}", config.weights, error.what_without_backtrace()));
@@ -105,7 +105,7 @@ fsdp::FSDPModule shard(const Config& config, nn::Llama& model, comm::Runtime& ru
   return fsdp::fully_shard(*model, options);
 }
 
-void initialize(const Config& config, nn::Llama& model, comm::Runtime& runtime) {
+checkpoint::LoadReport initialize(const Config& config, nn::Llama& model, comm::Runtime& runtime) {
   nn::to_empty(*model, runtime.device());
   at::Generator generator = runtime.default_generator();
   {
@@ -113,7 +113,7 @@ void initialize(const Config& config, nn::Llama& model, comm::Runtime& runtime) 
     generator.set_current_seed(static_cast<uint64_t>(config.training.seed));
   }
   nn::reset_all_parameters(*model);
-  load_weights(config.model, *model, runtime);
+  return load_weights(config.model, *model, runtime);
 }
 
 nn::Llama make_model(const Config& config, c10::TensorOptions options) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "src/checkpoint/load_weights.h"
 #include "src/comm/runtime.h"
 #include "src/fsdp/fully_shard.h"
 #include "src/nn/llama.h"
@@ -36,9 +37,9 @@ fsdp::FSDPModule shard(const Config& config, nn::Llama& model, comm::Runtime& ru
 
 /// Gives a model from make_meta_model its memory on the runtime's device, of what is sharded this
 /// rank's part alone, and its values: initial ones by training.seed, or those of model.weights.
-/// Every rank calls it. Seeds runtime.default_generator(). Throws ConfigError, on every rank, for
-/// weights that cannot be loaded.
-void initialize(const Config& config, nn::Llama& model, comm::Runtime& runtime);
+/// Every rank calls it. Seeds runtime.default_generator(). Returns what the load reports. Throws
+/// ConfigError, on every rank, for weights that cannot be loaded.
+checkpoint::LoadReport initialize(const Config& config, nn::Llama& model, comm::Runtime& runtime);
 
 /// The same model, whole, on this process alone, built in one go: initialize gives each rank the
 /// parts of its values, bit for bit. Seeds the default CPU generator. `options`: device and dtype

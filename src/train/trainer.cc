@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <chrono>
 
-#include "src/mesh/device_mesh.h"
 #include "src/nn/loss.h"
 #include "src/optim/clip_grad_norm.h"
 #include "src/train/recipe.h"
@@ -31,15 +30,9 @@ at::Tensor gather_pairs(comm::Runtime& runtime, double first, double second) {
 }  // namespace
 
 Trainer::Trainer(const Config& config, const DataLoader& data, comm::Runtime& runtime)
-    : config_(config), data_(data), runtime_(runtime), model_(make_model(config)) {
-  if (config.communication.backend != "single") {
-    fsdp::FullyShardOptions options;
-    options.mesh = mesh::DeviceMesh::create(runtime, {runtime.world_size()}, {"shard"});
-    options.reshard_after_forward = config.parallelism.reshard_after_forward;
-    options.mp_policy = mixed_precision(config.training);
-    for (nn::LlamaBlock& block : model_->blocks()) fsdp::fully_shard(*block, options);
-    fsdp_ = fsdp::fully_shard(*model_, options);
-  }
+    : config_(config), data_(data), runtime_(runtime), model_(make_meta_model(config)) {
+  if (config.communication.backend != "single") fsdp_ = shard(config, model_, runtime);
+  load_report_ = initialize(config, model_, runtime);
   optimizer_ = make_optimizer(config, model_->parameters());
 }
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "src/checkpoint/load_weights.h"
 #include "src/comm/runtime.h"
 #include "src/fsdp/fully_shard.h"
 #include "src/nn/llama.h"
@@ -44,6 +45,8 @@ class Trainer {
   StepResult step(int64_t step, const std::atomic<int>* stop_signal = nullptr);
 
   nn::Llama& model() { return model_; }
+  /// What loading model.weights reported.
+  const checkpoint::LoadReport& load_report() const { return load_report_; }
   optim::Optimizer& optimizer() { return *optimizer_; }
 
  private:
@@ -53,6 +56,7 @@ class Trainer {
   const DataLoader& data_;
   comm::Runtime& runtime_;
   nn::Llama model_ = nullptr;
+  checkpoint::LoadReport load_report_;
   std::optional<fsdp::FSDPModule> fsdp_;
   std::unique_ptr<optim::Optimizer> optimizer_;
 };
