@@ -11,6 +11,7 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
@@ -19,6 +20,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <string>
 
 #include "sim/mesh/world.h"
@@ -348,6 +350,28 @@ TEST(ClipGradNorm, ClipsPartialAndUnevenAndReplicatedGradients) {
       EXPECT_LT(error, 1e-5) << i;
     }
   });
+}
+
+thread_local int values_read = 0;
+
+// A value that the host reads stops it until the device has come so far, in every step.
+TEST(ClipGradNorm, OnlyErrorIfNonfiniteWaitsForTheDevice) {
+  const at::CallbackHandle handle = at::addThreadLocalCallback(
+      at::RecordFunctionCallback([](const at::RecordFunction& call)
+                                     -> std::unique_ptr<at::ObserverContext> {
+        values_read += call.name() == std::string("aten::_local_scalar_dense");
+        return nullptr;
+      }).scopes({at::RecordScope::FUNCTION}));
+  for (const double p : {2.0, 3.0, kInf, 0.0}) {
+    for (const bool foreach : {false, true}) {
+      values_read = 0;
+      clip_grad_norm_(make_parameters(), 1, p, false, foreach);
+      EXPECT_EQ(values_read, 0) << p;
+      clip_grad_norm_(make_parameters(), 1, p, true, foreach);
+      EXPECT_EQ(values_read, 1) << p;
+    }
+  }
+  at::removeCallback(handle);
 }
 
 // Saved for backward, then scaled: LibTorch must notice.
