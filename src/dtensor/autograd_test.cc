@@ -164,6 +164,11 @@ TEST(Autograd, writes_through_the_dtensor_count_in_the_local_parts_version) {
     before = version();
     at::_foreach_mul_({x}, 2);
     EXPECT_GT(version(), before);
+    for (const at::Tensor& view : {x.detach(), x.unsqueeze(0), x.unsqueeze(1).transpose(0, 1)}) {
+      before = version();
+      view.mul_(2);
+      EXPECT_GT(version(), before);
+    }
     const auto shared = x._version();
     x.add_(1);
     EXPECT_EQ(x._version(), shared + 1);  // once, as on any tensor

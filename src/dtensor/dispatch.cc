@@ -8,6 +8,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
@@ -46,6 +48,9 @@ void add_tensor(const at::Tensor& tensor, Words& words) {
     words.push_back(tagged(kPlain, static_cast<uint64_t>(tensor.dim()) << 8 | dtype));
     for (int64_t size : tensor.sizes()) {
       words.push_back(static_cast<uint64_t>(size));
+    }
+    for (int64_t stride : tensor.strides()) {
+      words.push_back(static_cast<uint64_t>(stride));
     }
   }
 }
@@ -98,6 +103,8 @@ struct TensorArgument {
 struct Return {
   /// Which of the op's tensor arguments it returns, having written to it; -1 for a new value.
   int64_t written_argument = -1;
+  /// Which of the op's tensor arguments it is a view of; -1 for memory of its own.
+  int64_t viewed_argument = -1;
 };
 
 struct Entry {
@@ -144,12 +151,11 @@ class OpState {
     for (const c10::Argument& value : schema.returns()) {
       Return result;
       const c10::AliasInfo* alias = value.alias_info();
-      if (alias != nullptr && alias->isWrite()) {
-        for (size_t k = 0; k < tensors_.size(); ++k) {
-          const c10::AliasInfo* other = schema.arguments()[tensors_[k].index].alias_info();
-          if (other != nullptr && other->afterSets() == alias->afterSets()) {
-            result.written_argument = static_cast<int64_t>(k);
-          }
+      for (size_t k = 0; alias != nullptr && k < tensors_.size(); ++k) {
+        const c10::AliasInfo* other = schema.arguments()[tensors_[k].index].alias_info();
+        if (other != nullptr && other->beforeSets() == alias->beforeSets()) {
+          (alias->isWrite() ? result.written_argument : result.viewed_argument) =
+              static_cast<int64_t>(k);
         }
       }
       returns_.push_back(result);
@@ -222,7 +228,7 @@ class OpState {
                                 "round this op, or register a "
                                 "rule for it (src/dtensor/rule.h)");
     Plan plan = rule_->plan(call);
-    set_strides(plan, stack, base);
+    set_strides(plan, call, stack, base);
     plan.inputs.resize(call.operands().size());
     for (size_t k = 0; k < plan.inputs.size(); ++k) {
       if (plan.inputs[k] == call.operands()[k].spec->placements) {
@@ -233,24 +239,53 @@ class OpState {
   }
 
   /// The results' global strides, as the op gives them for meta tensors of the global sizes and
-  /// strides. They must not come from the local results where that can be helped: of a part of one
-  /// row or none the strides say little, and ranks that took them for different things would part
-  /// ways in the next reshape.
-  void set_strides(Plan& plan, const Stack& stack, size_t base) const {
+  /// strides. They must not come from the local results: of a part of one row or none the strides
+  /// say little, and ranks that took them for different things would part ways in the next reshape.
+  /// An op without a meta kernel is taken to keep the layout of its first operand of that size.
+  void set_strides(Plan& plan, const Call& call, const Stack& stack, size_t base) const {
     if (plan.results.empty()) {
       return;
     }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const std::vector<at::Tensor> results = meta_results(stack, base);
+    for (size_t k = 0; k < plan.results.size(); ++k) {
+      Result& planned = plan.results[k];
+      if (k < results.size() && results[k].sizes() == c10::IntArrayRef(planned.sizes)) {
+        planned.strides = results[k].strides().vec();
+        continue;
+      }
+      const auto same_sizes = [&](const Operand& operand) {
+        return operand.spec->sizes == planned.sizes;
+      };
+      const auto& operands = call.operands();
+      const auto like = std::find_if(operands.begin(), operands.end(), same_sizes);
+      planned.strides =
+          (like == operands.end()
+               ? at::empty(planned.sizes, at::TensorOptions(at::kMeta))
+               : at::empty_like(meta_of(like->spec->sizes, like->spec->strides, like->spec->dtype)))
+              .strides()
+              .vec();
+    }
+  }
+
+  static at::Tensor meta_of(c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                            at::ScalarType dtype) {
+    return at::empty_strided(sizes, strides, at::TensorOptions(at::kMeta).dtype(dtype));
+  }
+
+  /// What the op returns for meta tensors, those that it wrote to left out; nothing when it has no
+  /// meta kernel.
+  std::vector<at::Tensor> meta_results(const Stack& stack, size_t base) const {
     Stack meta(stack.begin() + static_cast<std::ptrdiff_t>(base), stack.end());
     const auto to_meta = [](const at::Tensor& tensor) {
-      return at::empty_strided(tensor.sizes(), tensor.strides(),
-                               at::TensorOptions(at::kMeta).dtype(tensor.scalar_type()));
+      return tensor.defined() ? meta_of(tensor.sizes(), tensor.strides(), tensor.scalar_type())
+                              : tensor;
     };
     std::vector<at::Tensor> results;
     try {
       for (const TensorArgument& argument : tensors_) {
         c10::IValue& value = meta[argument.index];
-        if (value.isTensor() && value.toTensor().defined()) {
+        if (value.isTensor()) {
           value = to_meta(value.toTensor());
         } else if (value.isTensorList()) {
           c10::List<at::Tensor> list;
@@ -262,18 +297,14 @@ class OpState {
       }
       op_.callBoxed(&meta);
     } catch (const c10::Error&) {
-      return;  // no meta kernel
+      return {};
     }
     for (size_t k = 0; k < returns_.size(); ++k) {
       if (returns_[k].written_argument < 0) {
         visit(meta[k], [&](const at::Tensor& tensor) { results.push_back(tensor); });
       }
     }
-    for (size_t k = 0; k < plan.results.size() && k < results.size(); ++k) {
-      if (results[k].sizes() == c10::IntArrayRef(plan.results[k].sizes)) {
-        plan.results[k].strides = results[k].strides().vec();
-      }
-    }
+    return results;
   }
 
   template <typename Visitor>
@@ -349,8 +380,15 @@ class OpState {
                                 to);
     }
     const SpecPtr& spec = impl->spec();
-    at::Tensor moved =
-        redistribute_local(impl->local(), spec->mesh, spec->sizes, spec->placements, to);
+    const bool remembers = spec->sizes.empty() && !written && to == Placements(to.size());
+    at::Tensor moved = remembers ? impl->remembered_whole() : at::Tensor();
+    if (moved.defined()) {
+      return moved;
+    }
+    moved = redistribute_local(impl->local(), spec->mesh, spec->sizes, spec->placements, to);
+    if (remembers) {
+      impl->remember_whole(moved);
+    }
     if (written) {
       moved = moved.is_alias_of(impl->local()) ? moved.clone() : moved;
       frame.moved.push_back({impl->local(), moved, spec, &to});
@@ -381,7 +419,8 @@ class OpState {
         const c10::ArrayRef<c10::IValue> elements = original.toListRef();
         locals.reserve(elements.size());
         for (const c10::IValue& element : elements) {
-          locals.push_back(localise(frame, element.toTensor(), operand++, written));
+          const at::Tensor& tensor = element.toTensor();
+          locals.push_back(tensor.defined() ? localise(frame, tensor, operand++, written) : tensor);
         }
         slot = std::move(locals);
       } else if (original.isList()) {
@@ -414,36 +453,60 @@ class OpState {
       if (returns_[k].written_argument >= 0) {
         slot = frame.originals[returns_[k].written_argument];
       } else if (slot.isTensor()) {
-        slot = wrap(frame, result++, std::move(slot).toTensor());
+        slot = wrap(frame, returns_[k], result++, std::move(slot).toTensor());
       } else if (slot.isTensorList()) {
         c10::List<at::Tensor> wrapped;
         const c10::List<at::Tensor> locals = std::move(slot).toTensorList();
         wrapped.reserve(locals.size());
         for (size_t i = 0; i < locals.size(); ++i) {
-          wrapped.push_back(wrap(frame, result++, locals.get(i)));
+          wrapped.push_back(wrap(frame, returns_[k], result++, locals.get(i)));
         }
         slot = std::move(wrapped);
       }
     }
   }
 
-  at::Tensor wrap(Frame& frame, size_t result, at::Tensor local) const {
+  at::Tensor wrap(Frame& frame, const Return& returned, size_t result, at::Tensor local) const {
     TORCH_INTERNAL_ASSERT(result < frame.entry.results.size(), "the rule of ",
                           op_.operator_name().name, " plans too few results");
     const Result& planned = frame.entry.plan.results[result];
     if (planned.plain || !local.defined()) {
       return local;
     }
+    if (returned.viewed_argument >= 0) {
+      share_version(frame.originals[returned.viewed_argument].toTensor(), local);
+    } else if (!local.is_contiguous() && is_contiguous(planned)) {
+      // Who asks the DTensor gets to hear that it is contiguous, and views it so.
+      local = local.contiguous();
+    }
     SpecPtr spec = frame.entry.results[result].lock();
     if (spec == nullptr || spec->dtype != local.scalar_type()) {
-      spec = make_spec(
-          spec_of_operand(frame, planned.mesh_operand)->mesh, planned.placements, planned.sizes,
-          planned.strides.empty() ? global_strides(planned.sizes, local.sizes(), local.strides())
-                                  : planned.strides,
-          local.scalar_type());
+      spec = make_spec(spec_of_operand(frame, planned.mesh_operand)->mesh, planned.placements,
+                       planned.sizes, planned.strides, local.scalar_type());
       frame.entry.results[result] = spec;
     }
     return make_dtensor(std::move(local), std::move(spec));
+  }
+
+  static bool is_contiguous(const Result& result) {
+    int64_t stride = 1;
+    for (size_t dim = result.sizes.size(); dim-- > 0;) {
+      if (result.sizes[dim] != 1 && result.strides[dim] != stride) {
+        return false;
+      }
+      stride *= result.sizes[dim];
+    }
+    return true;
+  }
+
+  /// A write through a view counts in the version of what it is a view of, and so it does for their
+  /// local parts.
+  static void share_version(const at::Tensor& viewed, const at::Tensor& local_view) {
+    const DTensorImpl* impl = impl_of(viewed);
+    if (impl != nullptr && !impl->local().is_inference() && !local_view.is_inference()) {
+      local_view.unsafeGetTensorImpl()->set_version_counter(
+          impl->local().unsafeGetTensorImpl()->version_counter());
+    }
   }
 
   c10::OperatorHandle op_;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Formatting.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <sstream>
@@ -78,12 +79,12 @@ at::Tensor redistributed(const at::Tensor& dtensor, const Placements& placements
   const at::Tensor& local = local_of(dtensor);
   at::Tensor moved =
       redistribute_local(local, spec->mesh, spec->sizes, spec->placements, placements);
-  if (moved.is_alias_of(local)) {
+  if (moved.is_alias_of(local) || !moved.is_contiguous()) {
     moved = moved.clone(at::MemoryFormat::Contiguous);
   }
-  return make_dtensor(
-      moved, make_spec(spec->mesh, placements, spec->sizes,
-                       global_strides(spec->sizes, moved.sizes(), moved.strides()), spec->dtype));
+  // Not from the strides of the part: of one column or none they would not say the same everywhere.
+  return make_dtensor(moved, make_spec(spec->mesh, placements, spec->sizes,
+                                       c10::contiguous_strides(spec->sizes), spec->dtype));
 }
 
 struct FromLocal : torch::autograd::Function<FromLocal> {
@@ -139,6 +140,31 @@ bool records(const at::Tensor& tensor) {
   return tensor.requires_grad() && at::GradMode::is_enabled();
 }
 
+/// A tensor's Partials have to give one value in whatever order the mesh dims are reduced, and to
+/// be such as its dtype can be reduced by.
+void check_partials(const char* function, const Placements& placements, at::ScalarType dtype) {
+  using Op = Placement::PartialOp;
+  const auto adds = [](const Placement& placement) {
+    return placement.partial_op() == Op::kSum || placement.partial_op() == Op::kAvg;
+  };
+  const Placement* first = nullptr;
+  for (const Placement& placement : placements) {
+    if (!placement.is_partial()) {
+      continue;
+    }
+    const bool extreme = placement.partial_op() == Op::kMax || placement.partial_op() == Op::kMin;
+    TORCH_CHECK(dtype != at::kBool || extreme, function, ": ", placement.str(),
+                " is not for Bool; use Partial(max), which is any, or Partial(min), which is all");
+    TORCH_CHECK(extreme || placement.partial_op() == Op::kSum || !at::isIntegralType(dtype, false),
+                function, ": ", placement.str(), " needs a floating-point dtype, got ", dtype);
+    first = first == nullptr ? &placement : first;
+    TORCH_CHECK(*first == placement || (adds(*first) && adds(placement)), function, ": ",
+                to_string(placements),
+                " mixes reductions, whose order would decide the value; use "
+                "one kind of Partial (sum and avg go together)");
+  }
+}
+
 void check_plain(const char* function, const at::Tensor& tensor, const mesh::DeviceMeshPtr& mesh) {
   TORCH_CHECK(mesh != nullptr, function, ": no mesh given");
   TORCH_CHECK(tensor.defined(), function, ": the tensor is undefined");
@@ -174,6 +200,7 @@ at::Tensor from_local(const at::Tensor& local, const mesh::DeviceMeshPtr& mesh,
   TORCH_CHECK(ndim == local.dim(), "from_local: the local part has ", local.dim(),
               " dims, the global sizes ", global_sizes.value_or(c10::IntArrayRef()));
   const Placements checked = checked_placements("from_local", *mesh, placements, ndim);
+  check_partials("from_local", checked, local.scalar_type());
   std::vector<int64_t> sizes = local.sizes().vec();
   if (global_sizes) {
     sizes = global_sizes->vec();
@@ -189,9 +216,12 @@ at::Tensor from_local(const at::Tensor& local, const mesh::DeviceMeshPtr& mesh,
               c10::IntArrayRef(sizes), " in ", to_string(checked), " on ", mesh->str(),
               " the rank at ", c10::IntArrayRef(mesh->coordinates()), " holds ",
               c10::IntArrayRef(expected), ", got a local part of sizes ", local.sizes());
-  const SpecPtr spec =
-      make_spec(mesh, checked, sizes, global_strides(sizes, local.sizes(), local.strides()),
-                local.scalar_type());
+  std::vector<int64_t> strides = global_strides(sizes, local.sizes(), local.strides());
+  if (local.is_contiguous()) {
+    const auto contiguous = c10::contiguous_strides(sizes);
+    strides.assign(contiguous.begin(), contiguous.end());
+  }
+  const SpecPtr spec = make_spec(mesh, checked, sizes, strides, local.scalar_type());
   return records(local) ? FromLocal::apply(local, spec) : wrap(local, spec);
 }
 
@@ -200,6 +230,7 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const mesh::DeviceMeshPtr
   check_plain("distribute_tensor", tensor, mesh);
   const Placements checked =
       checked_placements("distribute_tensor", *mesh, placements, tensor.dim());
+  check_partials("distribute_tensor", checked, tensor.scalar_type());
   const Placements whole(mesh->ndim());
   if (records(tensor) && !tensor.is_leaf()) {
     return redistribute(from_local(tensor, mesh, whole), checked);
@@ -211,7 +242,7 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const mesh::DeviceMeshPtr
         make_spec(mesh, whole, tensor.sizes(), tensor.strides(), tensor.scalar_type());
     result = redistributed(make_dtensor(tensor.detach(), spec), checked);
   }
-  if (tensor.requires_grad()) {
+  if (tensor.requires_grad() && tensor.is_leaf()) {
     result.requires_grad_();
     result.register_hook([checked](const at::Tensor& gradient) {
       check_gradient("distribute_tensor", gradient);
@@ -228,6 +259,7 @@ at::Tensor to_local(const at::Tensor& dtensor) {
 at::Tensor redistribute(const at::Tensor& dtensor, const Placements& placements) {
   const SpecPtr& spec = spec_of(dtensor);
   Placements checked = checked_placements("redistribute", *spec->mesh, placements, spec->ndim());
+  check_partials("redistribute", checked, spec->dtype);
   if (checked == spec->placements) {
     return dtensor;
   }

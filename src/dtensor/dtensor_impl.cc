@@ -32,6 +32,17 @@ void DTensorImpl::share_local_version() {
   }
 }
 
+at::Tensor DTensorImpl::remembered_whole() const {
+  const bool fresh = whole_.defined() && whole_versions_ == whole_._version() + local_._version();
+  return fresh ? whole_ : at::Tensor();
+}
+
+void DTensorImpl::remember_whole(const at::Tensor& whole) const {
+  if (whole.is_inference() || local_.is_inference()) return;  // their writes are not counted
+  whole_ = whole;
+  whole_versions_ = whole._version() + local_._version();
+}
+
 c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
     const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const {
   auto impl = c10::make_intrusive<DTensorImpl>(local_, spec_);
@@ -56,11 +67,13 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& i
   local_ = source->local_;
   spec_ = source->spec_;
   shares_version_ = false;
+  whole_.reset();
 }
 
 void DTensorImpl::release_resources() {
   c10::TensorImpl::release_resources();
   local_.reset();
+  whole_.reset();
   spec_.reset();
 }
 

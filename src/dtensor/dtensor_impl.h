@@ -36,6 +36,13 @@ class DTensorImpl final : public c10::TensorImpl {
     }
   }
 
+  /// What remember_whole was given; undefined when it was given nothing, or when that or the local
+  /// part has been written to since.
+  at::Tensor remembered_whole() const;
+  /// Keeps the reduced value of a Partial without dims (a loss, a norm), which ops often ask for
+  /// one after another: it is reduced once.
+  void remember_whole(const at::Tensor& whole) const;
+
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
       const c10::VariableVersion& version_counter,
       bool allow_tensor_metadata_change) const override;
@@ -51,6 +58,8 @@ class DTensorImpl final : public c10::TensorImpl {
   at::Tensor local_;
   SpecPtr spec_;
   bool shares_version_ = false;
+  mutable at::Tensor whole_;
+  mutable int64_t whole_versions_ = 0;
 };
 
 /// The tensor's DTensorImpl, or null when it is not a DTensor.

@@ -6,9 +6,12 @@
 #include <rapidcheck.h>
 #include <rapidcheck/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <mutex>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "fmt/format.h"
@@ -77,6 +80,8 @@ const std::vector<OpCase>& ops() {
       UNARY("eq scalar", {a.eq(1)}),
       UNARY("isnan", {a.isnan()}),
       UNARY("isfinite", {a.isfinite()}),
+      UNARY("relu", {at::relu(a)}),
+      UNARY("where scalar", {at::where(a > 0, a, 2)}),
       UNARY("mul_ scalar", {a.clone().mul_(3)}),
       UNARY("add_ scalar", {a.clone().add_(3)}),
       UNARY("clamp_", {a.clone().clamp_(-1, 2)}),
@@ -214,6 +219,9 @@ Placements draw_placements(const Sizes& mesh, int64_t ndim) {
   return placements;
 }
 
+/// By LibTorch's own convention: "add_", "masked_fill_".
+bool writes(const OpCase& op) { return std::string_view(op.name).ends_with('_'); }
+
 int64_t draw_size() { return draw(0, 9) == 0 ? 0 : draw(1, 7); }
 
 Case draw_case() {
@@ -235,7 +243,7 @@ Case draw_case() {
     drawn.sizes.push_back({k, n});
   } else {
     Sizes first;
-    for (int64_t ndim = draw(1, 3); ndim > 0; --ndim) {
+    for (int64_t ndim = draw(0, 9) == 0 ? 0 : draw(1, 3); ndim > 0; --ndim) {
       first.push_back(draw_size());
     }
     drawn.sizes.push_back(first);
@@ -246,11 +254,14 @@ Case draw_case() {
         for (int64_t& size : other) {
           size = draw(0, 3) == 0 ? 1 : size;
         }
+        if (!writes(op) && draw(0, 3) == 0) {
+          std::swap(drawn.sizes[0], other);  // the first is the one that is broadcast
+        }
       }
       drawn.sizes.push_back(other);
     }
   }
-  drawn.dim = draw(0, static_cast<int64_t>(drawn.sizes[0].size()) - 1);
+  drawn.dim = draw(0, std::max<int64_t>(static_cast<int64_t>(drawn.sizes[0].size()) - 1, 0));
   for (const Sizes& sizes : drawn.sizes) {
     drawn.placements.push_back(draw_placements(drawn.mesh, static_cast<int64_t>(sizes.size())));
   }
@@ -338,6 +349,13 @@ std::string failure_of(const Case& drawn) {
     }
     for (size_t k = 0; k < outputs.size(); ++k) {
       const at::Tensor got = is_dtensor(outputs[k]) ? full_tensor(outputs[k]) : outputs[k];
+      // Strides that differ by rank would part the ranks here.
+      at::Tensor flat = at::_unsafe_view(outputs[k].contiguous(), {outputs[k].numel()});
+      flat = is_dtensor(flat) ? full_tensor(flat) : flat;
+      if (!testing::difference(flat, got.reshape({-1})).empty()) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        failure = "flattened it is another tensor";
+      }
       const std::string difference = testing::difference(got, wanted[k]);
       if (!difference.empty() && (op.ulps == 0 || !close(got, wanted[k], op.ulps))) {
         const std::lock_guard<std::mutex> lock(mutex);

@@ -1,6 +1,7 @@
 #include "src/dtensor/dtensor.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "src/dtensor/testing.h"
@@ -80,6 +81,56 @@ TEST(DTensor, from_local_shares_memory_and_checks_sizes) {
                 from_local(local, mesh, {S(0), S(1)});
               }).find("one placement"),
               std::string::npos);
+  });
+}
+
+// A maximum of sums is no sum of maxima: what such a tensor's value is would depend on where it
+// goes.
+TEST(DTensor, partials_that_have_no_one_value_are_errors) {
+  using Op = Placement::PartialOp;
+  on_mesh({2, 2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const Placement max = Placement::partial(Op::kMax);
+    const Placement avg = Placement::partial(Op::kAvg);
+    const auto from = [&](const Placements& placements, at::ScalarType dtype) {
+      return error_of([&] { from_local(at::ones({2}, dtype), mesh, placements); });
+    };
+    EXPECT_NE(from({max, kP}, at::kFloat).find("mixes reductions"), std::string::npos);
+    EXPECT_NE(from({Placement::partial(Op::kNorm), kP}, at::kFloat).find("mixes reductions"),
+              std::string::npos);
+    EXPECT_NE(from({kP, kR}, at::kBool).find("is not for Bool"), std::string::npos);
+    EXPECT_NE(from({avg, kR}, at::kLong).find("needs a floating-point dtype"), std::string::npos);
+    EXPECT_EQ(from({kP, avg}, at::kFloat), "no error");
+    EXPECT_EQ(from({max, max}, at::kBool), "no error");
+    EXPECT_EQ(from({kP, kP}, at::kLong), "no error");
+    const at::Tensor whole = distribute_tensor(at::ones({2}), mesh, {kR, kR});
+    EXPECT_NE(error_of([&] {
+                redistribute(whole, {max, kP});
+              }).find("redistribute: "),
+              std::string::npos);
+    EXPECT_ANY_THROW(distribute_tensor(at::ones({2}), mesh, {kP, max}));
+  });
+}
+
+// Contiguous parts are parts of a contiguous tensor, whatever their strides say of dims of one
+// element; otherwise this rank would view what the others have to gather.
+TEST(DTensor, from_local_of_contiguous_parts_is_contiguous_on_every_rank) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const int64_t columns = mesh->coordinate(0) == 0 ? 2 : 1;
+    const at::Tensor local = at::ones({columns, 4}).t().contiguous();  // one column: strides (1, 4)
+    const at::Tensor dtensor = from_local(local, mesh, {S(1)}, at::IntArrayRef({4, 3}));
+    EXPECT_EQ(dtensor.strides(), at::IntArrayRef({3, 1}));
+    EXPECT_EQ(full_tensor(at::_unsafe_view(dtensor, {12})).numel(), 12);
+  });
+}
+
+TEST(DTensor, distribute_tensor_makes_leaves_of_leaves_only) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor leaf = at::ones({4}).requires_grad_();
+    const at::Tensor inner = leaf * 2;
+    EXPECT_FALSE(distribute_tensor(inner, mesh, {S(0)}).is_leaf());
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(distribute_tensor(leaf, mesh, {S(0)}).requires_grad());
+    EXPECT_FALSE(distribute_tensor(inner, mesh, {S(0)}).requires_grad());
   });
 }
 

@@ -9,10 +9,12 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <numeric>
 
 #include "src/comm/communicator.h"
 #include "src/comm/runtime.h"
+#include "src/dtensor/redistribute_plan.h"
 #include "src/dtensor/sharding.h"
 
 namespace ppfsdp::dtensor {
@@ -161,10 +163,14 @@ at::Tensor all_reduce(const at::Tensor& local, const mesh::DeviceMesh& mesh, int
   return result;
 }
 
-/// What leaves a value as it is under the reduction. For a sum that is -0, since 0 + -0 = 0 would
-/// lose the sign of a zero.
+/// What leaves a value as it is under the sum. That is -0, since 0 + -0 = 0 would lose the sign of
+/// a zero.
 at::Tensor neutral_like(const at::Tensor& tensor, std::vector<int64_t> sizes) {
   at::Tensor result = at::zeros(sizes, tensor.options());
+  // A number in tensor's clothing must not promote dtypes on some ranks only.
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    result.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
   return tensor.is_floating_point() ? result.fill_(-0.0) : result;
 }
 
@@ -172,7 +178,13 @@ at::Tensor neutral_like(const at::Tensor& tensor, std::vector<int64_t> sizes) {
 /// the average, the maximum and the minimum of equal values are that value.
 at::Tensor to_partial(const at::Tensor& local, const Placement& partial, const Group& group) {
   const bool adds = partial.partial_op() == Placement::PartialOp::kSum || is_norm(partial);
-  return adds && group.index != 0 ? neutral_like(local, local.sizes().vec()) : local;
+  if (!adds || group.index == 0) {
+    return local;
+  }
+  // A share of 0 in a sum of powers: an infinity, where the power is negative.
+  return is_norm(partial) && partial.norm_order() < 0
+             ? at::full_like(local, std::numeric_limits<double>::infinity())
+             : neutral_like(local, local.sizes().vec());
 }
 
 /// Shard -> Partial(sum) without communication: each rank's part in its place among neutral values.
@@ -185,201 +197,104 @@ at::Tensor place(const at::Tensor& local, int64_t dim, int64_t size, const Group
   return whole;
 }
 
-/// Placements with the order in which mesh dims split each tensor dim made plain, so that
-/// StridedShard needs no case of its own.
-struct Layout {
-  Layout(const std::vector<int64_t>& mesh_shape, Placements from, int64_t ndim)
-      : placements(std::move(from)) {
-    for (int64_t dim = 0; dim < ndim; ++dim) {
-      orders.push_back(shard_order(mesh_shape, placements, dim));
-    }
-    for (Placement& placement : placements) {
-      placement = splits(placement) ? Placement::shard(placement.dim()) : placement;
-    }
-  }
-
-  Placements placements;
-  std::vector<std::vector<int64_t>> orders;
-};
-
+/// Carries a plan out. Splits are kept as the mesh dims that split each tensor dim, outermost
+/// first, so that StridedShard needs no case of its own.
 class Redistribution {
  public:
   Redistribution(at::Tensor local, const mesh::DeviceMesh& mesh, c10::ArrayRef<int64_t> sizes,
-                 const Placements& from, const Placements& to)
-      : local_(std::move(local)),
-        mesh_(mesh),
-        sizes_(sizes),
-        now_(mesh.shape(), from, static_cast<int64_t>(sizes.size())),
-        then_(mesh.shape(), to, static_cast<int64_t>(sizes.size())) {}
-
-  at::Tensor run() {
-    while (!done()) {
-      // Cheapest first: what only cuts, then what shrinks as it reduces, then all-to-all; what
-      // makes the local part larger comes last.
-      TORCH_INTERNAL_ASSERT(step_replicate_to_shard() || step_partial_to_shard() ||
-                                step_partial_to_replicate() || step_shard_to_shard() ||
-                                step_undo_shard() || step_replicate_to_partial(),
-                            "no transition leads from ", to_string(now_.placements), " to ",
-                            to_string(then_.placements));
+                 const Placements& from)
+      : local_(std::move(local)), mesh_(mesh), sizes_(sizes), now_(from) {
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+      orders_.push_back(shard_order(mesh.shape(), from, static_cast<int64_t>(dim)));
+      // Mesh dims of one rank take no part.
+      std::erase_if(orders_.back(), [&](int64_t i) { return mesh.size(i) == 1; });
     }
-    return local_;
   }
+
+  void apply(const Transition& transition) {
+    const int64_t i = transition.mesh_dim;
+    const Placement& to = transition.to;
+    const Group group(mesh_, i);
+    const Placement from = now_[i];
+    if (splits(from)) {
+      if (to.is_shard()) {
+        local_ = exchange(local_, from.dim(), size_before(from.dim()), to.dim(), group);
+      } else if (to.is_partial()) {
+        local_ = place(local_, from.dim(), size_before(from.dim()), group);
+      } else {
+        local_ = gather(local_, from.dim(), size_before(from.dim()), group);
+      }
+      orders_[from.dim()].pop_back();
+    } else if (from.is_partial()) {
+      local_ = to.is_shard() ? reduce_scatter(local_, to.dim(), from, group)
+                             : all_reduce(local_, mesh_, i, from);
+    } else if (to.is_shard()) {
+      local_ = slice(local_, to.dim(), group);
+      // A slice of what was received on the way would keep all of it alive.
+      local_ = received_ ? own_copy(local_) : local_;
+    } else {
+      local_ = to_partial(local_, to, group);
+    }
+    received_ = received_ || !from.is_replicate();
+    if (to.is_shard()) {
+      orders_[to.dim()].push_back(i);
+    }
+    now_[i] = to;
+  }
+
+  at::Tensor result() && { return std::move(local_); }
 
  private:
-  int64_t ndim() const { return mesh_.ndim(); }
-
-  /// Mesh dim `i` is as it shall be, its place in the order of splits included.
-  bool settled(int64_t i) const {
-    const Placement& placement = now_.placements[i];
-    if (placement != then_.placements[i]) {
-      return false;
-    }
-    if (!placement.is_shard()) {
-      return true;
-    }
-    const auto& order = now_.orders[placement.dim()];
-    const auto& wanted = then_.orders[placement.dim()];
-    const auto end = std::find(order.begin(), order.end(), i) + 1;
-    return std::distance(order.begin(), end) <= static_cast<std::ptrdiff_t>(wanted.size()) &&
-           std::equal(order.begin(), end, wanted.begin());
-  }
-
-  bool done() const {
-    for (int64_t i = 0; i < ndim(); ++i) {
-      if (!settled(i)) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  /// Splitting along mesh dim `i` now would put it in its place in the order of splits.
-  bool may_split(int64_t i) const {
-    const Placement& wanted = then_.placements[i];
-    if (!wanted.is_shard()) {
-      return false;
-    }
-    const auto& order = now_.orders[wanted.dim()];
-    const auto& target = then_.orders[wanted.dim()];
-    return order.size() < target.size() && target[order.size()] == i &&
-           std::equal(order.begin(), order.end(), target.begin());
-  }
-
-  bool innermost(int64_t i) const {
-    const Placement& placement = now_.placements[i];
-    return placement.is_shard() && now_.orders[placement.dim()].back() == i;
-  }
-
   /// Size of tensor dim `dim` here before its innermost split.
   int64_t size_before(int64_t dim) const {
     int64_t size = sizes_[dim];
-    const auto& order = now_.orders[dim];
+    const auto& order = orders_[dim];
     for (size_t k = 0; k + 1 < order.size(); ++k) {
       size = shard_range(size, mesh_.shape()[order[k]], mesh_.coordinate(order[k])).length;
     }
     return size;
   }
 
-  void set(int64_t i, const Placement& placement, at::Tensor local) {
-    if (now_.placements[i].is_shard()) {
-      now_.orders[now_.placements[i].dim()].pop_back();
-    }
-    if (placement.is_shard()) {
-      now_.orders[placement.dim()].push_back(i);
-    }
-    now_.placements[i] = placement;
-    local_ = std::move(local);
-  }
-
-  bool alone(int64_t i) const { return mesh_.size(i) == 1; }
-
-  bool step_replicate_to_shard() {
-    for (int64_t i = 0; i < ndim(); ++i) {
-      if (now_.placements[i].is_replicate() && may_split(i)) {
-        set(i, then_.placements[i], slice(local_, then_.placements[i].dim(), Group(mesh_, i)));
-        return true;
-      }
-    }
-    return false;
-  }
-
-  bool step_partial_to_shard() {
-    for (int64_t i = 0; i < ndim(); ++i) {
-      const Placement& partial = now_.placements[i];
-      if (partial.is_partial() && may_split(i)) {
-        const Placement& target = then_.placements[i];
-        set(i, target,
-            alone(i) ? local_ : reduce_scatter(local_, target.dim(), partial, Group(mesh_, i)));
-        return true;
-      }
-    }
-    return false;
-  }
-
-  /// Also for another partial operation, which has to be finished first.
-  bool step_partial_to_replicate() {
-    for (int64_t i = ndim() - 1; i >= 0; --i) {
-      const Placement& partial = now_.placements[i];
-      if (partial.is_partial() && !settled(i) && !then_.placements[i].is_shard()) {
-        set(i, Placement::replicate(), alone(i) ? local_ : all_reduce(local_, mesh_, i, partial));
-        return true;
-      }
-    }
-    return false;
-  }
-
-  bool step_shard_to_shard() {
-    for (int64_t i = ndim() - 1; i >= 0; --i) {
-      const Placement& source = now_.placements[i];
-      if (innermost(i) && !settled(i) && may_split(i) &&
-          source.dim() != then_.placements[i].dim()) {
-        const int64_t from = source.dim();
-        const int64_t to = then_.placements[i].dim();
-        set(i, then_.placements[i],
-            alone(i) ? local_ : exchange(local_, from, size_before(from), to, Group(mesh_, i)));
-        return true;
-      }
-    }
-    return false;
-  }
-
-  bool step_undo_shard() {
-    for (int64_t i = ndim() - 1; i >= 0; --i) {
-      if (!innermost(i) || settled(i)) {
-        continue;
-      }
-      const int64_t dim = now_.placements[i].dim();
-      const Placement& target = then_.placements[i];
-      const bool sums = target.is_partial() && target.partial_op() == Placement::PartialOp::kSum;
-      if (alone(i)) {
-        set(i, Placement::replicate(), local_);
-      } else if (sums) {
-        set(i, target, place(local_, dim, size_before(dim), Group(mesh_, i)));
-      } else {
-        set(i, Placement::replicate(), gather(local_, dim, size_before(dim), Group(mesh_, i)));
-      }
-      return true;
-    }
-    return false;
-  }
-
-  bool step_replicate_to_partial() {
-    for (int64_t i = 0; i < ndim(); ++i) {
-      const Placement& target = then_.placements[i];
-      if (now_.placements[i].is_replicate() && target.is_partial()) {
-        set(i, target, to_partial(local_, target, Group(mesh_, i)));
-        return true;
-      }
-    }
-    return false;
-  }
-
   at::Tensor local_;
   const mesh::DeviceMesh& mesh_;
   c10::ArrayRef<int64_t> sizes_;
-  Layout now_;
-  Layout then_;
+  Placements now_;
+  std::vector<std::vector<int64_t>> orders_;
+  bool received_ = false;
 };
+
+void append(const Placements& placements, std::vector<int64_t>& words) {
+  for (const Placement& placement : placements) {
+    words.push_back(static_cast<int64_t>(placement.kind()) * 16 +
+                    static_cast<int64_t>(placement.partial_op()));
+    words.push_back(placement.dim());
+    words.push_back(placement.split_factor());
+    words.push_back(std::bit_cast<int64_t>(placement.norm_order()));
+  }
+}
+
+/// The plan, worked out once a thread.
+std::vector<Transition> transitions(const mesh::DeviceMesh& mesh, c10::ArrayRef<int64_t> sizes,
+                                    int64_t element_size, const Placements& from,
+                                    const Placements& to) {
+  thread_local std::map<std::vector<int64_t>, std::vector<Transition>> plans;
+  std::vector<int64_t> key = mesh.shape();
+  key.push_back(element_size);
+  append(from, key);
+  append(to, key);
+  key.insert(key.end(), sizes.begin(), sizes.end());
+  const auto found = plans.find(key);
+  if (found != plans.end()) {
+    return found->second;
+  }
+  // Shapes that never come again must not pile up.
+  constexpr size_t kMostPlans = 4096;
+  if (plans.size() >= kMostPlans) {
+    plans.clear();
+  }
+  return plans[std::move(key)] =
+             plan_redistribution(mesh.shape(), sizes, element_size, from, to).transitions;
+}
 
 }  // namespace
 
@@ -410,7 +325,12 @@ at::Tensor redistribute_local(const at::Tensor& local, const mesh::DeviceMeshPtr
     return local;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return Redistribution(local, *mesh, sizes, from, to).run();
+  Redistribution redistribution(local, *mesh, sizes, from);
+  const auto element_size = static_cast<int64_t>(local.element_size());
+  for (const Transition& transition : transitions(*mesh, sizes, element_size, from, to)) {
+    redistribution.apply(transition);
+  }
+  return std::move(redistribution).result();
 }
 
 }  // namespace ppfsdp::dtensor

@@ -10,12 +10,8 @@ namespace ppfsdp::dtensor {
 /// No autograd. Every rank of the mesh calls it. Never writes to `local`; the result may share its
 /// memory (Replicate to Shard is a slice).
 ///
-/// One mesh dim changes at a time, each by the transition that moves the fewest bytes:
-/// - Replicate -> Shard, Replicate -> Partial: nothing is sent;
-/// - Partial -> Shard: reduce-scatter; Partial -> Replicate: all-reduce;
-/// - Shard(a) -> Shard(b): all-to-all; Shard -> Replicate: all-gather (short shards are padded).
-/// Slices come first and all-gathers last, so that what is sent is small. Where several mesh dims
-/// split one tensor dim, splits are undone innermost first and made outermost first. A norm partial
+/// One mesh dim changes at a time, by the transitions that send the fewest bytes in all
+/// (redistribute_plan.h). Short shards are padded for all-gather and reduce-scatter. A norm partial
 /// is reduced as x^p, sum, ^(1/p). Along a mesh dim of one rank nothing is computed.
 at::Tensor redistribute_local(const at::Tensor& local, const mesh::DeviceMeshPtr& mesh,
                               c10::ArrayRef<int64_t> sizes, const Placements& from,

@@ -161,6 +161,47 @@ TEST(Redistribute, replicate_to_partial_keeps_the_sign_of_zero) {
   });
 }
 
+// A slice of what was gathered on the way would keep the gathered tensor alive.
+TEST(Redistribute, the_result_keeps_no_more_memory_than_it_needs) {
+  on_mesh({2, 2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const std::vector<Placements> all = {{S(0), S(0)}, {S(0), kR},   {kR, S(0)}, {kP, S(1)},
+                                         {kR, kR},     {S(1), S(0)}, {kP, kP},   {SS(0, 2), S(0)}};
+    for (const Placements& from : all) {
+      const at::Tensor source = distribute_tensor(integers({8, 8}, 1), mesh, from);
+      for (const Placements& to : all) {
+        const at::Tensor result = redistribute(source, to);
+        const at::Tensor& local = local_of(result);
+        EXPECT_EQ(local.storage().nbytes(), static_cast<size_t>(local.numel()) * sizeof(float))
+            << to_string(from) << " -> " << to_string(to);
+      }
+    }
+  });
+}
+
+// The value of a norm of negative order stood beside zeros, whose norm of that order is zero.
+TEST(Redistribute, replicate_to_a_norm_of_negative_order_and_back) {
+  on_mesh({3}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor full = at::full({2}, 3.0F);
+    for (double order : {-2.0, -1.0, 1.0, 3.0}) {
+      const Placements norm = {Placement::partial(Op::kNorm, order)};
+      EXPECT_FLOAT_EQ(
+          full_tensor(redistribute(distribute_tensor(full, mesh, {kR}), norm))[1].item<float>(), 3);
+    }
+  });
+}
+
+// Added to a number that LibTorch has wrapped, a partial sum became double on all ranks but one,
+// whose neutral number was no wrapped one.
+TEST(Redistribute, a_wrapped_number_stays_one) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor number = at::scalar_tensor(1.5, at::kDouble);
+    number.unsafeGetTensorImpl()->set_wrapped_number(true);
+    const at::Tensor sum = from_local(at::ones({}), mesh, {kP}) + number;
+    EXPECT_EQ(sum.scalar_type(), at::kFloat);
+    EXPECT_EQ(full_tensor(sum).item<float>(), 3.5);
+  });
+}
+
 // A slice that shared the source's memory would let a write to the one change the other.
 TEST(Redistribute, the_result_has_memory_of_its_own) {
   on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {

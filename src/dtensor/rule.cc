@@ -47,30 +47,6 @@ double cost(const Spec& spec, int64_t i, const Placement& to) {
   return sent + kLocalWork;
 }
 
-/// A StridedShard whose split_factor fits no other mesh dims' splits in this choice, which may
-/// happen when another mesh dim's strategy gives up its split, becomes a Shard, here and in the
-/// results.
-void repair(const mesh::DeviceMesh& mesh, Choice& choice) {
-  const auto fits = [&](const Placements& placements, int64_t i) {
-    int64_t product = 1;
-    for (int64_t j = i + 1; j < mesh.ndim(); ++j) {
-      product *= splits(placements[j], placements[i].dim()) ? mesh.shape()[j] : 1;
-    }
-    return product >= placements[i].split_factor();
-  };
-  const auto repair_all = [&](std::vector<Placements>& all) {
-    for (Placements& placements : all) {
-      for (int64_t i = 0; i < mesh.ndim(); ++i) {
-        if (placements[i].is_strided_shard() && !fits(placements, i)) {
-          placements[i] = Placement::shard(placements[i].dim());
-        }
-      }
-    }
-  };
-  repair_all(choice.inputs);
-  repair_all(choice.results);
-}
-
 }  // namespace
 
 std::string Call::name() const {
@@ -203,7 +179,12 @@ Choice choose(const Call& call, c10::ArrayRef<size_t> operands,
       choice.results[k][i] = best->results[k];
     }
   }
-  repair(mesh, choice);
+  // Another mesh dim's strategy may have given up a split that a StridedShard counts on.
+  for (std::vector<Placements>* all : {&choice.inputs, &choice.results}) {
+    for (Placements& placements : *all) {
+      placements = with_fitting_splits(mesh.shape(), std::move(placements));
+    }
+  }
   return choice;
 }
 
@@ -229,6 +210,11 @@ Placements without_partials(Placements placements) {
     placement = placement.is_partial() ? Placement::replicate() : placement;
   }
   return placements;
+}
+
+int64_t existing_dim(const Call& call, int64_t dim, int64_t ndim) {
+  TORCH_CHECK(ndim > 0, call.name(), ": needs at least one dim: ", call.str());
+  return wrap_dim(call, dim, ndim);
 }
 
 int64_t wrap_dim(const Call& call, int64_t dim, int64_t ndim) {

@@ -94,7 +94,7 @@ struct Result {
   Placements placements;
   std::vector<int64_t> sizes;  ///< global
   size_t mesh_operand = 0;     ///< an operand that is on its mesh
-  /// Global; filled in by the fallback, the same on every rank. Empty: as the local result's.
+  /// Global; filled in by the fallback, the same on every rank.
   std::vector<int64_t> strides = {};
   bool plain = false;  ///< an element of a list that has nothing to do with DTensors
 };
@@ -155,7 +155,9 @@ void check_written(const Call& call);
 Placements without_partials(Placements placements);
 
 /// Dim `dim` of a tensor of `ndim` dims, negative ones counted from the end; an error if it is out
-/// of range.
+/// of range. As LibTorch's, it takes 0 and -1 for a tensor without dims.
 int64_t wrap_dim(const Call& call, int64_t dim, int64_t ndim);
+/// The same, but an error for a tensor without dims.
+int64_t existing_dim(const Call& call, int64_t dim, int64_t ndim);
 
 }  // namespace ppfsdp::dtensor

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "src/comm/communicator.h"
 #include "src/dtensor/dtensor.h"
 #include "src/dtensor/testing.h"
 
@@ -118,6 +119,120 @@ TEST(Rule, equal_allclose_and_item_are_the_same_on_every_rank) {
     EXPECT_FALSE(at::equal(da, distribute_tensor(at::ones({3}), mesh, {S(0)})));
     EXPECT_EQ(da.sum().item<float>(), 21);
     EXPECT_TRUE(da.is_same_size(distribute_tensor(a, mesh, {kR})));
+  });
+}
+
+// An op without a meta kernel (relu, where, isnan, max) took its results' strides from the local
+// ones. A rank with one column or none read them otherwise than the others, viewed what they
+// gathered, and the gathering ranks waited for ever.
+TEST(Rule, strides_are_the_same_on_every_rank_also_without_a_meta_kernel) {
+  for (int64_t world : {2, 3, 5}) {
+    on_mesh({world}, [&](const mesh::DeviceMeshPtr& mesh) {
+      for (const std::vector<int64_t>& sizes :
+           std::vector<std::vector<int64_t>>{{5, 7, 1}, {4, 6, 1}, {0, 3}, {3, 4}, {1, 5, 3}}) {
+        const at::Tensor full = testing::integers(sizes, 1);
+        for (int64_t dim = 0; dim < full.dim(); ++dim) {
+          const at::Tensor x = distribute_tensor(full, mesh, {S(dim)});
+          const at::Tensor summed = from_local(full, mesh, {kP});
+          const auto check = [&](const at::Tensor& got, const at::Tensor& wanted) {
+            EXPECT_EQ(got.strides(), wanted.strides());
+            const auto flat = [](const at::Tensor& y) {
+              return at::_unsafe_view(y.contiguous(), {y.numel()});
+            };
+            EXPECT_EQ(difference(full_tensor(flat(got)), flat(wanted)), "");
+          };
+          check(at::relu(x), at::relu(full));
+          check(x.isnan(), full.isnan());
+          check(at::where(x > 0, x, 2), at::where(full > 0, full, 2));
+          check(at::floor_divide(x, x * x + 1), at::floor_divide(full, full * full + 1));
+          check(redistribute(summed, {S(dim)}), full * world);
+        }
+      }
+    });
+  }
+}
+
+// They read past the end of the sizes.
+TEST(Rule, ops_along_a_dim_of_a_tensor_without_dims_are_errors) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor scalar = distribute_tensor(at::ones({}), mesh, {kR});
+    EXPECT_THROW(scalar.select(0, 0), c10::Error);
+    EXPECT_THROW(scalar.slice(0, 0, 1), c10::Error);
+    EXPECT_THROW(scalar.unbind(0), c10::Error);
+    EXPECT_THROW(scalar.split(1, 0), c10::Error);
+    EXPECT_THROW(scalar.split_with_sizes({1}, 0), c10::Error);
+    EXPECT_THROW(at::cat({scalar, scalar}, 0), c10::Error);
+    EXPECT_EQ(full_tensor(at::stack({scalar, scalar})).numel(), 2);
+    EXPECT_EQ(full_tensor(scalar.sum(0) + scalar.transpose(0, 0)).item<float>(), 2);
+  });
+}
+
+// A sum whose parts are cut to integers one by one is another sum.
+TEST(Rule, copies_cast_the_whole_and_not_its_parts) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor halves = from_local(at::full({3}, 0.5F), mesh, {kP});
+    const at::Tensor whole = from_local(at::zeros({3}, at::kInt), mesh, {kP});
+    whole.copy_(halves);
+    EXPECT_EQ(difference(full_tensor(whole), at::ones({3}, at::kInt)), "");
+    const at::Tensor doubles = from_local(at::zeros({3}, at::kDouble), mesh, {kP});
+    const uint64_t before = mesh->communicator(0).sequence();
+    doubles.copy_(halves);
+    EXPECT_EQ(mesh->communicator(0).sequence(), before);
+    EXPECT_EQ(difference(full_tensor(doubles), at::ones({3}, at::kDouble)), "");
+  });
+}
+
+// Stacked with a norm, a whole value was made a partial norm, which loses its sign.
+TEST(Rule, norms_are_stacked_with_values_that_are_none_in_one_reduction) {
+  on_mesh({2, 3}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor full = at::tensor({3.0F, 4.0F, 0.0F, 0.0F, 0.0F, 0.0F, 0.0F});
+    const at::Tensor both = distribute_tensor(full, mesh, {S(0), S(0)}).norm();
+    const at::Tensor one = distribute_tensor(full, mesh, {S(0), kR}).norm();
+    const at::Tensor whole = distribute_tensor(at::full({}, -2.0F), mesh, {kR, kR});
+    const uint64_t before = mesh->communicator(0).sequence() + mesh->communicator(1).sequence();
+    const at::Tensor stacked = full_tensor(at::stack({both, whole, one, at::full({}, -3.0F)}));
+    EXPECT_EQ(mesh->communicator(0).sequence() + mesh->communicator(1).sequence() - before, 2);
+    EXPECT_EQ(difference(stacked, at::tensor({5.0F, -2.0F, 5.0F, -3.0F})), "");
+    const at::Tensor cubes =
+        distribute_tensor(full, mesh, {S(0), kR}).abs().add(1).norm(-1, 0, true);
+    EXPECT_FLOAT_EQ(full_tensor(at::cat({whole.view({1}), cubes}))[1].item<float>(),
+                    (full + 1).norm(-1).item<float>());
+    EXPECT_EQ(full_tensor(at::cat({whole.view({1}), cubes}))[0].item<float>(), -2);
+  });
+}
+
+// 65504 is the largest number of float16: the sum of 2 * 40000 ones is not in it, their mean is.
+TEST(Rule, the_mean_of_halves_does_not_overflow) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor ones = distribute_tensor(at::ones({2, 70000}, at::kHalf), mesh, {S(0)});
+    EXPECT_EQ(full_tensor(ones.mean()).item<float>(), 1);
+    EXPECT_EQ(ones.mean().scalar_type(), at::kHalf);
+  });
+}
+
+// One plan for a plain operand and for its transpose gave the second result the first's strides.
+TEST(Rule, plans_tell_plain_operands_of_other_strides_apart) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor full = testing::integers({3, 3}, 1);
+    const at::Tensor scalar = distribute_tensor(at::ones({}), mesh, {kR});
+    for (const at::Tensor& plain : {full, full.t(), full}) {
+      EXPECT_EQ((scalar * plain).strides(), plain.strides());
+      EXPECT_EQ(difference(full_tensor((scalar * plain).reshape({9})), plain.reshape({9})), "");
+    }
+  });
+}
+
+// A StridedShard of which two splits to the right remain, that multiply to another number.
+TEST(Rule, a_strided_shard_that_fits_no_more_becomes_a_shard) {
+  on_mesh({2, 2, 3}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor full = testing::integers({13, 6}, 1);
+    const at::Tensor a =
+        distribute_tensor(full, mesh, {Placement::strided_shard(0, 2), S(0), S(0)});
+    const at::Tensor b = distribute_tensor(full, mesh, {kR, S(1), S(1)});
+    EXPECT_EQ(difference(full_tensor(a + b), full * 2), "");
+    EXPECT_EQ(difference(full_tensor(b + a), full * 2), "");
+    EXPECT_EQ(difference(full_tensor(a.mm(b.t())), full.mm(full.t())), "");
+    EXPECT_EQ(difference(full_tensor(b.clone().add_(a)), full * 2), "");
   });
 }
 

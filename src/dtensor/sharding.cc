@@ -4,8 +4,26 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 namespace ppfsdp::dtensor {
+
+namespace {
+
+/// How many of the splits in `order` (mesh dims, outermost first) multiply to `split_factor`; none
+/// if no number of them does.
+std::optional<std::ptrdiff_t> position_of(const std::vector<int64_t>& mesh_shape,
+                                          const std::vector<int64_t>& order, int64_t split_factor) {
+  size_t position = 0;
+  int64_t product = 1;
+  while (product < split_factor && position < order.size()) {
+    product *= mesh_shape[order[position++]];
+  }
+  return product == split_factor ? std::optional(static_cast<std::ptrdiff_t>(position))
+                                 : std::nullopt;
+}
+
+}  // namespace
 
 std::vector<int64_t> shard_order(const std::vector<int64_t>& mesh_shape,
                                  const Placements& placements, int64_t dim) {
@@ -15,19 +33,30 @@ std::vector<int64_t> shard_order(const std::vector<int64_t>& mesh_shape,
     if (!splits(placement, dim)) {
       continue;
     }
-    size_t position = 0;
-    int64_t product = 1;
-    while (product < placement.split_factor() && position < order.size()) {
-      product *= mesh_shape[order[position++]];
-    }
-    TORCH_CHECK(product == placement.split_factor(), "the split_factor of ", placement.str(),
-                " on mesh dim ", i,
+    const auto position = position_of(mesh_shape, order, placement.split_factor());
+    TORCH_CHECK(position, "the split_factor of ", placement.str(), " on mesh dim ", i,
                 " must be the number of parts into which the mesh dims to its "
                 "right split the dim first; placements: ",
                 to_string(placements), ", mesh shape: ", c10::IntArrayRef(mesh_shape));
-    order.insert(order.begin() + static_cast<std::ptrdiff_t>(position), i);
+    order.insert(order.begin() + *position, i);
   }
   return order;
+}
+
+Placements with_fitting_splits(const std::vector<int64_t>& mesh_shape, Placements placements) {
+  for (int64_t i = static_cast<int64_t>(placements.size()) - 1; i >= 0; --i) {
+    Placement& placement = placements[i];
+    if (!placement.is_strided_shard()) {
+      continue;
+    }
+    Placements right(placements.begin() + i + 1, placements.end());
+    right.insert(right.begin(), i + 1, Placement::replicate());
+    if (!position_of(mesh_shape, shard_order(mesh_shape, right, placement.dim()),
+                     placement.split_factor())) {
+      placement = Placement::shard(placement.dim());
+    }
+  }
+  return placements;
 }
 
 Placements checked_placements(const char* function, const mesh::DeviceMesh& mesh,

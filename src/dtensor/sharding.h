@@ -24,6 +24,10 @@ inline bool splits(const Placement& placement, int64_t dim) {
 std::vector<int64_t> shard_order(const std::vector<int64_t>& mesh_shape,
                                  const Placements& placements, int64_t dim);
 
+/// The placements with each StridedShard whose split_factor fits no mesh dims to its right any more
+/// (another placement has changed) made a Shard.
+Placements with_fitting_splits(const std::vector<int64_t>& mesh_shape, Placements placements);
+
 /// The placements with negative dims counted from the end. Throws, naming `function`, when there is
 /// not one placement a mesh dim, a dim is out of range, or a split_factor does not fit.
 Placements checked_placements(const char* function, const mesh::DeviceMesh& mesh,

@@ -18,6 +18,17 @@ TEST(ShardOrder, a_strided_shard_comes_after_the_dims_that_it_strides_over) {
   EXPECT_ANY_THROW(shard_order({2, 3}, {SS(2), S}, 0));
 }
 
+TEST(WithFittingSplits, makes_a_shard_of_what_fits_no_more) {
+  const auto S = Placement::shard(0);
+  const auto R = Placement::replicate();
+  const auto SS = Placement::strided_shard(0, 2);
+  EXPECT_EQ(with_fitting_splits({2, 2, 3}, {SS, S, S}), (Placements{SS, S, S}));
+  EXPECT_EQ(with_fitting_splits({2, 2, 3}, {SS, R, S}), (Placements{S, R, S}));
+  EXPECT_EQ(with_fitting_splits({2, 2, 3}, {SS, S, R}), (Placements{SS, S, R}));
+  EXPECT_EQ(with_fitting_splits({2, 2}, {SS, Placement::shard(1)}),
+            (Placements{S, Placement::shard(1)}));
+}
+
 // Strides tell LibTorch whether a tensor can be viewed; if they said so wrongly, reshape of a part
 // with gaps would throw, or a transposed one would be taken for what it is not.
 TEST(GlobalStrides, keep_the_order_of_dims_and_their_gaps) {

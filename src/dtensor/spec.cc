@@ -1,6 +1,6 @@
 #include "src/dtensor/spec.h"
 
-#include <atomic>
+#include <algorithm>
 #include <bit>
 #include <mutex>
 #include <unordered_map>
@@ -35,6 +35,15 @@ struct Entry {
 struct MeshSpecs {
   std::weak_ptr<const mesh::DeviceMesh> mesh;
   std::unordered_map<Words, Entry, WordsHash> entries;
+  size_t prune_at = 4096;
+
+  /// Shapes that never come again, of varying batches say, must not pile up.
+  void prune() {
+    if (entries.size() >= prune_at) {
+      std::erase_if(entries, [](const auto& item) { return item.second.spec.expired(); });
+      prune_at = std::max<size_t>(4096, 2 * entries.size());
+    }
+  }
 };
 
 struct Interner {
@@ -92,7 +101,9 @@ SpecPtr make_spec(const mesh::DeviceMeshPtr& mesh, const Placements& placements,
   Words words = words_of(placements, sizes, strides, dtype);
   Interner& table = interner();
   const std::lock_guard<std::mutex> lock(table.mutex);
-  Entry& entry = table.specs_of(mesh).entries[std::move(words)];
+  MeshSpecs& specs = table.specs_of(mesh);
+  specs.prune();
+  Entry& entry = specs.entries[std::move(words)];
   if (SpecPtr spec = entry.spec.lock()) {
     return spec;
   }

@@ -45,6 +45,24 @@ TEST(Spec, an_id_outlives_its_spec_and_is_never_reused) {
   }
 }
 
+// Sequences of every length would otherwise fill the table for as long as the mesh lives. What is
+// in use keeps its id.
+TEST(Spec, the_table_forgets_what_nothing_uses) {
+  on_mesh({1}, [](const mesh::DeviceMeshPtr& mesh) {
+    const auto spec = [&](int64_t rows) {
+      return make_spec(mesh, {S(0)}, {rows, 4}, {4, 1}, at::kFloat);
+    };
+    const SpecPtr kept = spec(1);
+    const uint64_t dropped = spec(2)->id;
+    for (int64_t rows = 3; rows < 20000; ++rows) {
+      spec(rows);
+    }
+    EXPECT_EQ(spec(1), kept);
+    EXPECT_NE(spec(2)->id, dropped);
+    EXPECT_EQ(spec(19999)->id, spec(19999)->id);
+  });
+}
+
 TEST(Spec, says_what_it_is) {
   on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
     EXPECT_EQ(spec_of(distribute_tensor(integers({3, 4}, 1), mesh, {S(0)}))->str(),

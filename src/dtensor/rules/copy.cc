@@ -18,13 +18,16 @@ Plan like_self(const Call& call, const Placements& placements) {
 Plan same_placements(const Call& call) { return like_self(call, call.self().spec->placements); }
 
 /// A cast of partial sums is the sum of the casts only between floating point types (to rounding).
+bool casts_sums(at::ScalarType from, at::ScalarType to) {
+  return from == to || (at::isFloatingType(from) && at::isFloatingType(to));
+}
+
 Plan cast(const Call& call) {
   const c10::IValue& dtype = call.arg("dtype");
   const at::ScalarType from = call.self().spec->dtype;
   const at::ScalarType to = dtype.isNone() ? from : dtype.toScalarType();
-  const bool linear = from == to || (at::isFloatingType(from) && at::isFloatingType(to));
   Plan plan = same_placements(call);
-  if (!linear) {
+  if (!casts_sums(from, to)) {
     plan.inputs = {without_partials(call.self().spec->placements)};
     plan.results.front().placements = plan.inputs.front();
   }
@@ -104,7 +107,13 @@ const RegisterRule kCast({"_to_copy"}, {cast});
 const RegisterRule kLike({"empty_like", "full_like", "ones_like", "zeros_like"}, {fresh_like});
 const RegisterRule kNew({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"},
                         {fresh_of_size});
-const RegisterRule kCopy({"copy_", "zero_"}, pointwise(Linear::kUnary));
+Plan copy(const Call& call) {
+  const bool linear = casts_sums(call.operands()[1].spec->dtype, call.operands()[0].spec->dtype);
+  return pointwise(linear ? Linear::kUnary : Linear::kNo).plan(call);
+}
+
+const RegisterRule kCopy({"copy_"}, {copy, /*reads_arguments=*/false});
+const RegisterRule kZero({"zero_"}, pointwise(Linear::kUnary));
 const RegisterRule kFill({"fill_.Scalar", "fill_.Tensor"}, pointwise());
 const RegisterRule kEqual({"allclose", "equal"}, {every_rank});
 const RegisterRule kSameSize({"is_same_size"}, {same_size, /*reads_arguments=*/false});

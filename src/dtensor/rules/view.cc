@@ -49,19 +49,10 @@ Plan map_dims(const Call& call, const DimMap& dims, const std::vector<std::vecto
       result.push_back(placement);
     }
   }
-  // A StridedShard over a split that has gone is the only split of its dim.
-  for (int64_t i = 0; i < static_cast<int64_t>(input.size()); ++i) {
-    if (input[i].is_strided_shard()) {
-      int64_t product = 1;
-      for (size_t j = i + 1; j < input.size(); ++j) {
-        product *= splits(input[j], input[i].dim()) ? call.self().spec->mesh->shape()[j] : 1;
-      }
-      if (product < input[i].split_factor()) {
-        result[i] = Placement::shard(result[i].dim());
-        input[i] = Placement::shard(input[i].dim());
-      }
-    }
-  }
+  // A StridedShard may have counted on a split that has gone.
+  const std::vector<int64_t>& mesh_shape = call.self().spec->mesh->shape();
+  input = with_fitting_splits(mesh_shape, std::move(input));
+  result = with_fitting_splits(mesh_shape, std::move(result));
   Plan plan;
   plan.inputs = {input};
   for (const std::vector<int64_t>& own : sizes) {
@@ -285,7 +276,7 @@ struct Cut {
 
 /// What the arguments dim, start, end and step say of a dim of `size` elements.
 Cut cut_of(const Call& call, int64_t ndim, const std::function<int64_t(int64_t dim)>& size_of) {
-  const int64_t dim = wrap_dim(call, call.arg("dim").toInt(), ndim);
+  const int64_t dim = existing_dim(call, call.arg("dim").toInt(), ndim);
   const int64_t size = size_of(dim);
   const auto clamped = [&](const c10::IValue& value, int64_t otherwise) {
     const int64_t index = value.isNone() ? otherwise : value.toInt();
@@ -319,14 +310,14 @@ DimMap without(int64_t ndim, int64_t dim) {
 }
 
 Plan select(const Call& call) {
-  const int64_t dim = wrap_dim(call, call.arg("dim").toInt(), call.ndim());
+  const int64_t dim = existing_dim(call, call.arg("dim").toInt(), call.ndim());
   std::vector<int64_t> sizes = call.sizes();
   sizes.erase(sizes.begin() + dim);
   return map_dims(call, without(call.ndim(), dim), {sizes});
 }
 
 Plan unbind(const Call& call) {
-  const int64_t dim = wrap_dim(call, call.arg("dim").toInt(), call.ndim());
+  const int64_t dim = existing_dim(call, call.arg("dim").toInt(), call.ndim());
   std::vector<int64_t> sizes = call.sizes();
   sizes.erase(sizes.begin() + dim);
   return map_dims(call, without(call.ndim(), dim),
@@ -334,7 +325,7 @@ Plan unbind(const Call& call) {
 }
 
 Plan split(const Call& call) {
-  const int64_t dim = wrap_dim(call, call.arg("dim").toInt(), call.ndim());
+  const int64_t dim = existing_dim(call, call.arg("dim").toInt(), call.ndim());
   std::vector<int64_t> lengths;
   if (call.find("split_sizes")) {
     lengths = call.arg("split_sizes").toIntVector();
