@@ -1,6 +1,7 @@
 #include "src/optim/local_part.h"
 
 #include "src/dtensor/dtensor.h"
+#include "src/dtensor/dtensor_impl.h"
 
 namespace ppfsdp::optim {
 
@@ -9,7 +10,11 @@ const at::Tensor& local_part(const at::Tensor& tensor) {
 }
 
 void note_write(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  if (dtensor::is_dtensor(tensor)) {
+    static_cast<dtensor::DTensorImpl*>(tensor.unsafeGetTensorImpl())->note_write(/*counted=*/false);
+  } else if (!tensor.is_inference()) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 }  // namespace ppfsdp::optim

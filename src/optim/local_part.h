@@ -8,7 +8,8 @@ namespace ppfsdp::optim {
 /// on it needs no dispatch through DTensor.
 const at::Tensor& local_part(const at::Tensor& tensor);
 
-/// Tells autograd's check of saved tensors that `tensor` changed, for work on local_part.
+/// Tells autograd's check of saved tensors that `tensor`, and a DTensor's local part, changed; for
+/// work on local_part below autograd.
 void note_write(const at::Tensor& tensor);
 
 }  // namespace ppfsdp::optim

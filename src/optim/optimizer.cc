@@ -12,11 +12,22 @@
 #include <unordered_set>
 #include <utility>
 
+#include "fmt/format.h"
+#include "fmt/ranges.h"
 #include "src/dtensor/dtensor.h"
 #include "src/optim/local_part.h"
 #include "src/optim/neighbours.h"
 
 namespace ppfsdp::optim {
+namespace {
+
+std::string describe(const at::Tensor& tensor) {
+  if (dtensor::is_dtensor(tensor)) return dtensor::spec_of(tensor)->str();
+  return fmt::format("a plain tensor of sizes [{}]", fmt::join(tensor.sizes(), ", "));
+}
+
+}  // namespace
+
 Optimizer::Optimizer(std::string name, std::vector<at::Tensor> parameters, double lr,
                      Implementation implementation, std::vector<std::string> state_names)
     : name_(std::move(name)),
@@ -80,12 +91,35 @@ at::Tensor Optimizer::local_grad(size_t index) const {
   TORCH_CHECK(dtensor::is_dtensor(grad) == sharded, name_, ": parameter ", index, " is a ",
               sharded ? "DTensor and its gradient a plain tensor"
                       : "plain tensor and its gradient a DTensor");
+  TORCH_CHECK(grad.layout() == at::kStrided, name_, ": the gradient of parameter ", index,
+              " must be dense, got layout ", grad.layout(), "; grad.to_dense() makes it so");
+  TORCH_CHECK(grad.sizes() == parameter.sizes(), name_, ": the gradient ", grad.sizes(),
+              " of parameter ", index, " does not have its size ", parameter.sizes());
   if (!sharded) return grad;
   const dtensor::SpecPtr &wanted = dtensor::spec_of(parameter), &given = dtensor::spec_of(grad);
   TORCH_CHECK(*given->mesh == *wanted->mesh, name_, ": parameter ", index, " is on ",
               wanted->mesh->str(), " and its gradient on ", given->mesh->str());
   if (given == wanted || given->placements == wanted->placements) return dtensor::local_of(grad);
   return dtensor::local_of(dtensor::redistribute(grad, wanted->placements));
+}
+
+// A state that was put in by hand, from a checkpoint say, and lies otherwise would broadcast.
+void Optimizer::check_states(size_t index) const {
+  const at::Tensor& parameter = parameters_[index];
+  for (size_t s = 0; s < states_.size(); ++s) {
+    const at::Tensor& state = states_[s][index];
+    TORCH_CHECK(state.defined() == states_[0][index].defined(), name_, ": parameter ", index,
+                " has its state '", state_names_[state.defined() ? s : 0], "' and lacks '",
+                state_names_[state.defined() ? 0 : s], "'; set both or none");
+    if (!state.defined()) continue;
+    const bool alike = dtensor::is_dtensor(state) == dtensor::is_dtensor(parameter) &&
+                       state.sizes() == parameter.sizes() &&
+                       (!dtensor::is_dtensor(state) || dtensor::spec_of(state)->placements ==
+                                                           dtensor::spec_of(parameter)->placements);
+    TORCH_CHECK(alike, name_, ": state '", state_names_[s], "' of parameter ", index,
+                " must be laid out as the parameter, ", describe(parameter), ", got ",
+                describe(state));
+  }
 }
 
 // The states of neighbours are made neighbours.
@@ -161,6 +195,13 @@ Optimizer::Batch Optimizer::join(const Batch& batch) {
 
 void Optimizer::step() {
   at::NoGradGuard no_grad;
+  // All that can be wrong is found before anything changes.
+  std::vector<at::Tensor> grads(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].grad().defined()) continue;
+    grads[i] = local_grad(i);
+    check_states(i);
+  }
   create_states();
   std::map<std::pair<c10::Device, at::ScalarType>, Batch,
            decltype([](const auto& a, const auto& b) {
@@ -170,17 +211,14 @@ void Optimizer::step() {
       batches;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i];
-    if (!parameter.grad().defined()) continue;
-    at::Tensor grad = local_grad(i);
+    if (!grads[i].defined()) continue;
     const at::Tensor& local = local_part(parameter);
-    TORCH_CHECK(grad.sizes() == local.sizes(), name_, ": the gradient ", grad.sizes(),
-                " of parameter ", i, " does not have its size ", local.sizes());
     ++step_counts_[i];
     if (local.numel() == 0) continue;
     Batch& batch = batches[{local.device(), local.scalar_type()}];
     batch.states.resize(states_.size());
     batch.parameters.push_back(local);
-    batch.grads.push_back(std::move(grad));
+    batch.grads.push_back(std::move(grads[i]));
     for (size_t s = 0; s < states_.size(); ++s) {
       batch.states[s].push_back(local_part(states_[s][i]));
     }

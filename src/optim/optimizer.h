@@ -79,6 +79,7 @@ class Optimizer {
 
  private:
   at::Tensor local_grad(size_t index) const;
+  void check_states(size_t index) const;
   void create_states();
   static Batch join(const Batch& batch);
 

@@ -365,6 +365,67 @@ TEST(Optimizer, StateCanBeCarriedOver) {
               HasSubstr("AdamW keeps no state called 'momentum_buffer'"));
 }
 
+// A step that fails half way would leave some parameters one step ahead of the others.
+TEST(OptimizerErrors, AFailedStepChangesNothing) {
+  std::vector<at::Tensor> parameters = make_parameters();
+  AdamW optimizer(parameters);
+  const at::Tensor before = parameters[0].detach().clone();
+  for (at::Tensor& parameter : parameters) parameter.mutable_grad() = make_grad(parameter, 0);
+  parameters[2].mutable_grad() = at::zeros({7});
+  EXPECT_THAT(error_of([&] { optimizer.step(); }),
+              HasSubstr("AdamW: the gradient [7] of parameter 2 does not have its size [1, 3, 2]"));
+  EXPECT_TRUE(at::equal(parameters[0].detach(), before));
+  EXPECT_EQ(optimizer.step_count(0), 0);
+  EXPECT_FALSE(optimizer.state(0, "exp_avg").defined());
+  parameters[2].mutable_grad() = at::zeros({1, 3, 2}).to_sparse();
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("parameter 2 must be dense"));
+  EXPECT_EQ(optimizer.step_count(0), 0);
+}
+
+// A state of one element would broadcast, and one state without the other be zeros or a crash.
+TEST(OptimizerErrors, StatesThatDoNotFitTheirParameter) {
+  at::Tensor parameter = at::full({4}, 1.0).requires_grad_();
+  parameter.mutable_grad() = at::full({4}, 1.0);
+  AdamW optimizer({parameter});
+  optimizer.state(0, "exp_avg") = at::zeros({4});
+  EXPECT_THAT(error_of([&] { optimizer.step(); }),
+              HasSubstr("parameter 0 has its state 'exp_avg' and lacks 'exp_avg_sq'"));
+  optimizer.state(0, "exp_avg_sq") = at::zeros({1});
+  EXPECT_THAT(error_of([&] { optimizer.step(); }),
+              HasSubstr("state 'exp_avg_sq' of parameter 0 must be laid out as the parameter"));
+  sim::run_world(2, {}, [&](comm::Runtime& runtime) {
+    const auto mesh = mesh::DeviceMesh::create(runtime, {2});
+    const at::Tensor sharded =
+        dtensor::distribute_tensor(at::zeros({4}), mesh, {dtensor::Placement::shard(0)})
+            .requires_grad_();
+    sharded.mutable_grad() =
+        dtensor::distribute_tensor(at::zeros({4}), mesh, {dtensor::Placement::shard(0)});
+    SGD sgd({sharded}, {.momentum = 0.9});
+    sgd.state(0, "momentum_buffer") =
+        dtensor::distribute_tensor(at::zeros({4}), mesh, {dtensor::Placement::replicate()});
+    EXPECT_THAT(error_of([&] { sgd.step(); }), HasSubstr("got [4], Float, DeviceMesh(2), [Repl"));
+    sgd.state(0, "momentum_buffer") = at::zeros({2});
+    EXPECT_THAT(error_of([&] { sgd.step(); }), HasSubstr("got a plain tensor of sizes [2]"));
+  });
+}
+
+// FSDP tells by the local part's version that what it gathered is out of date.
+TEST(Optimizer, AStepCountsInTheVersionOfTheLocalPart) {
+  sim::run_world(2, {}, [&](comm::Runtime& runtime) {
+    const auto mesh = mesh::DeviceMesh::create(runtime, {2});
+    const at::Tensor parameter =
+        dtensor::distribute_tensor(at::zeros({4}), mesh, {dtensor::Placement::shard(0)})
+            .requires_grad_();
+    parameter.mutable_grad() =
+        dtensor::distribute_tensor(at::zeros({4}), mesh, {dtensor::Placement::shard(0)});
+    const auto before = dtensor::local_of(parameter)._version();
+    const auto own = parameter._version();
+    SGD({parameter}).step();
+    EXPECT_GT(dtensor::local_of(parameter)._version(), before);
+    EXPECT_EQ(parameter._version(), own + 1);
+  });
+}
+
 TEST(OptimizerErrors, NameTheOption) {
   const std::vector<at::Tensor> one = {at::zeros({1}).requires_grad_()};
   EXPECT_THAT(error_of([&] { AdamW({}); }), HasSubstr("AdamW: the list of parameters is empty"));
