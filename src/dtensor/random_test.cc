@@ -252,6 +252,9 @@ TEST(Random, errors) {
     expect("writes to the plain tensor", [&] { at::zeros({4, 3}).bernoulli_(x); });
     expect("is expanded", [&] { x.narrow(1, 0, 1).expand({4, 3}).normal_(); });
     expect("less than", [&] { x.random_(5, 5); });
+    // It looks at element [0][0], which one rank has; nn/init.h has functions that do not.
+    const at::Tensor kernels = distribute_tensor(at::zeros({4, 3, 2}), mesh, {S(0)});
+    expect("cannot keep Shard(0)", [&] { torch::nn::init::xavier_normal_(kernels); });
     IndexedRandomGuard indexed(1);
     expect("no values by element index", [&] { x.cauchy_(); });
   });
