@@ -13,9 +13,10 @@
 /// state: an explicit one, or the runtime's default_generator(), of which each rank has its own. So
 /// replicas are equal, and a sharded model starts as the model of one device.
 ///
-/// A rank computes the values of its own part (and of what lies within a block of it) and skips the
-/// others: memory is O(part + block), and time that of the part, plus for what is skipped, as the
-/// part lies, at most a fraction of drawing it (random_skip.h).
+/// A rank draws the values of its own part, and those between that are too few to skip (1024 in a
+/// row). What it skips costs the generator's steps alone, or, from millions on, a jump
+/// (random_skip.h). So time is at most one pass of drawing the whole, and for shards of dim 0 about
+/// that of the shard; memory is O(part + block).
 namespace ppfsdp::dtensor {
 
 /// While one is alive, random ops on DTensors on this thread draw nothing from a generator: the
