@@ -53,6 +53,8 @@ Parts parts_of(double value) {
 }
 
 Parts sum_of(const Parts& a, const Parts& b) {
+  if (a.significand == 0) return b;
+  if (b.significand == 0) return a;
   const int exponent = std::min(a.exponent, b.exponent);
   return {(a.significand << (a.exponent - exponent)) + (b.significand << (b.exponent - exponent)),
           exponent};
