@@ -28,7 +28,7 @@ struct Vector {
   typedef double Doubles __attribute__((vector_size(kLanes * sizeof(double))));
   typedef int64_t Longs __attribute__((vector_size(kLanes * sizeof(int64_t))));
   typedef float Floats __attribute__((vector_size(kLanes * sizeof(float))));
-  typedef int32_t Ints __attribute__((vector_size(2 * kLanes * sizeof(int32_t))));
+  typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int64_t))));
 };
 
 /// What the values of a block have in common: 2^least <= |x| < 2^most for all but the zeros.
@@ -375,7 +375,7 @@ template <typename T>
 void add_elements(const at::Tensor& tensor, double p, ExactSum& sum, int most_lanes) {
   const AddAll<T> add = choose<T>(most_lanes);
   const T* x = tensor.const_data_ptr<T>();
-  constexpr int64_t kGrain = 64 * kBlock;
+  constexpr int64_t kGrain = int64_t{64} * kBlock;
   std::mutex mutex;
   at::parallel_for(0, tensor.numel(), kGrain, [&](int64_t begin, int64_t end) {
     ExactSum part;

@@ -107,6 +107,7 @@ std::vector<std::vector<at::Tensor>> by_device_and_dtype(const Part& part) {
     groups[{device, local.scalar_type()}].push_back(local);
   }
   std::vector<std::vector<at::Tensor>> result;
+  result.reserve(groups.size());
   for (auto& group : groups) result.push_back(std::move(group.second));
   return result;
 }
@@ -148,6 +149,7 @@ void reduce_parts(const Layout& layout, std::vector<at::Tensor>& values, const R
     }
     if (split.empty()) continue;
     std::vector<at::Tensor> pieces;
+    pieces.reserve(split.size());
     for (const at::Tensor* value : split) pieces.push_back(*value);
     const at::Tensor all = pieces.size() == 1 ? pieces[0] : at::cat(pieces);
     reduce(all, layout.dims[d]);
@@ -182,7 +184,7 @@ at::Tensor norm_of_norms(const Layout& layout, const NormOptions& options) {
 }
 
 at::Tensor plain_norm(const Layout& layout, const NormOptions& options) {
-  const at::Tensor total = norm_of_norms(layout, options);
+  at::Tensor total = norm_of_norms(layout, options);
   if (options.stages == nullptr) return total;
   // In double: stages may have different dtypes, or nothing.
   const at::Tensor whole = total.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
@@ -261,7 +263,7 @@ at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, const NormOpti
   const at::NoGradGuard no_grad;
   if (tensors.empty() && options.stages == nullptr) return at::zeros({});
   const Layout layout = layout_of(tensors);
-  const at::Tensor total =
+  at::Tensor total =
       options.reproducible ? exact_norm(layout, options) : plain_norm(layout, options);
   if (options.error_if_nonfinite) {
     const auto value = total.item<double>();
