@@ -236,6 +236,28 @@ TEST(Rule, a_strided_shard_that_fits_no_more_becomes_a_shard) {
   });
 }
 
+// What was reduced once is remembered. It is whole, and no one's part of a sum; and a write through
+// the tensor or a view of it makes it out of date.
+TEST(Rule, a_remembered_value_is_whole_and_up_to_date) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor mean =
+        from_local(at::full({}, 3.0F), mesh, {Placement::partial(Placement::PartialOp::kAvg)});
+    const at::Tensor sum = from_local(at::full({}, 3.0F), mesh, {kP});
+    EXPECT_EQ(mean.item<float>(), 3);
+    EXPECT_EQ(full_tensor(sum + mean).item<float>(), 9);
+    EXPECT_EQ(full_tensor(mean - sum).item<float>(), -3);
+    sum.mul_(2);
+    EXPECT_EQ(sum.item<float>(), 12);
+    sum.detach().mul_(2);
+    EXPECT_EQ(sum.item<float>(), 24);
+    sum.unsqueeze(0).mul_(2);
+    EXPECT_EQ(sum.item<float>(), 48);
+    const uint64_t before = mesh->communicator(0).sequence();
+    EXPECT_EQ(sum.item<float>(), 48);
+    EXPECT_EQ(mesh->communicator(0).sequence(), before);
+  });
+}
+
 // In-place changes of sizes would leave the global ones stale.
 TEST(Rule, in_place_changes_of_shape_are_errors) {
   on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
