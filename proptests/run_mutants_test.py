@@ -15,6 +15,7 @@ import unittest
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 sys.path.insert(0, HERE)
+sys.dont_write_bytecode = True  # HERE is the tree itself.
 import run_mutants  # pylint: disable=wrong-import-position
 
 # Passes while the code says "right"; "broken" does not build, "wrong" fails the test, "hidden" is
