@@ -52,6 +52,7 @@ void on_mesh(const std::vector<int64_t>& shape,
 std::vector<uint64_t> collectives(const std::vector<comm::Communicator*>& groups,
                                   const std::function<void()>& fn) {
   std::vector<uint64_t> counts;
+  counts.reserve(groups.size());
   for (const comm::Communicator* group : groups) counts.push_back(group->sequence());
   fn();
   for (size_t i = 0; i < groups.size(); ++i) counts[i] = groups[i]->sequence() - counts[i];
