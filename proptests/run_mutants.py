@@ -17,7 +17,7 @@ NAMEs all faults are tried.
 The copy and its build folder stay in ~/.cache/ppfsdp/mutants, so that a fault costs the rebuild of
 what it touches; the output of each run is there too, as NAME.log.
 Exit code 0 when every fault was killed, 1 when not, 2 when the call or a patch's description is
-wrong.
+wrong or a file cannot be read or written.
 """
 
 import argparse
@@ -324,6 +324,8 @@ def main(arguments, root):
     try:
         if options.jobs is not None and options.jobs < 1:
             raise BadInput(f"--jobs is {options.jobs}; it should be 1 or more")
+        if not shutil.which("patch"):
+            raise BadInput("GNU patch is missing, which applies the faults: apt install patch")
         mutants = read_mutants(root, options.names)
         if options.list:
             for mutant in mutants:
@@ -333,7 +335,7 @@ def main(arguments, root):
         if options.check:
             return check(root, mutants)
         return try_all(root, mutants, options.jobs)
-    except BadInput as error:
+    except (BadInput, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -247,6 +247,22 @@ class RunMutants(unittest.TestCase):
         self.assertEqual(code, 2)
         self.assertIn("another run of the mutants is at work", error)
 
+    def test_a_cache_that_cannot_be_made_is_one_line(self):
+        self.mutant("m", "wrong")
+        with open(os.path.join(self.home, ".cache"), "w", encoding="utf-8"):
+            code, _, error = self.run_it()
+        self.assertEqual(code, 2)
+        self.assertRegex(error, r"^\[Errno \d+\] .*\.cache/ppfsdp'\n$")
+
+    def test_without_patch_it_says_what_to_install(self):
+        self.mutant("m", "wrong")
+        path = os.environ["PATH"]
+        self.addCleanup(lambda: os.environ.update({"PATH": path}))
+        os.environ["PATH"] = self.home
+        code, _, error = self.run_it("--check")
+        self.assertEqual((code, error.count("\n")), (2, 1))
+        self.assertIn("apt install patch", error)
+
     def test_list(self):
         head = "Fault: one\n  and more.\nSeen: here\nProperty: //src:code_test Suite.a\n"
         self.mutant("m", "wrong", head=head)
