@@ -269,8 +269,10 @@ template <int kLanes>
 PPFSDP_INLINE void add_squares(const double* x, ExactSum& sum) {
   const Range range = range_of<kLanes>(x);
   if (range.zero) return;
-  // So far from the ends Dekker's product is exact: its least bit is at 2 * (-450 - 52) = -1004.
-  constexpr int kSafe = 450;
+  // So far from the ends Dekker's product is exact (its least bit is at 2 * (-370 - 52) = -844),
+  // and the exponents of squares and errors are none that add_block refuses.
+  constexpr int kSafe = 370;
+  static_assert(2 * -kSafe - 53 >= kLeastTop && 2 * kSafe <= kMostTop);
   const int top = 2 * range.most;
   const int lowest = 2 * range.least - 52;
   if (range.finite && range.least >= -kSafe && range.most <= kSafe &&
