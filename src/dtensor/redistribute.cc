@@ -304,8 +304,13 @@ void reduce_along(const at::Tensor& tensor, const mesh::DeviceMesh& mesh, int64_
   if (group.count == 1 || tensor.numel() == 0) {
     return;
   }
-  const bool is_bool = tensor.scalar_type() == at::kBool;
-  at::Tensor buffer = is_bool ? tensor.to(at::kInt) : tensor;
+  at::Tensor buffer = tensor;
+  if (tensor.scalar_type() == at::kBool) {
+    buffer = tensor.to(at::kInt);
+  } else if (tensor.scalar_type() == at::kHalf && is_norm(partial)) {
+    // A half that holds a norm may not hold its power: beyond 256 its square is infinite.
+    buffer = tensor.to(at::kFloat);
+  }
   if (is_norm(partial)) {
     buffer = at::pow(buffer, partial.norm_order());
   }

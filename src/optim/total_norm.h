@@ -46,7 +46,9 @@ struct NormOptions {
 /// Each rank takes the norms of its shards; then one all-reduce a group of ranks (a mesh dim, or
 /// one that several meshes have in common) makes the norms of all tensors whole at once. A Partial
 /// tensor needs a reduction of its own before. Where all tensors are on one mesh in one placement,
-/// the bits are those of Python's DTensor in the same order of additions.
+/// the bits are those of Python's DTensor in the same order of additions, but for float16: Python
+/// adds up the powers of norms in it, where a norm beyond 256 has an infinite square; here that is
+/// done in float32.
 at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, const NormOptions& options = {});
 
 }  // namespace ppfsdp::optim

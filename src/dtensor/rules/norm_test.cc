@@ -148,6 +148,28 @@ TEST(NormRule, EveryOrderOpAndPlacement) {
   });
 }
 
+// A half holds the norms, but not the squares that the ranks add up.
+TEST(NormRule, HalfNormsDoNotOverflowOrVanish) {
+  on_mesh({3}, [](const mesh::DeviceMeshPtr& mesh) {
+    for (const double scale : {300.0, 1e-4}) {
+      for (const double p : {2.0, 3.0, -2.0}) {
+        const Tensors plain = {at::full({6, 2}, scale, at::kHalf), at::full({4}, scale, at::kHalf)};
+        Tensors sharded;
+        for (const at::Tensor& tensor : plain) {
+          sharded.push_back(distribute_tensor(tensor, mesh, {S(0)}));
+        }
+        for (const size_t k : {size_t{4}, size_t{8}, size_t{11}}) {
+          const at::Tensor got = full_tensor(kOps[k].run(sharded, p)[0]);
+          const auto wanted = kOps[k].run(plain, p)[0].item<double>();
+          EXPECT_EQ(got.scalar_type(), at::kHalf);
+          // Three roundings to 11 bits, and at 1e-4 to the 7 or so that subnormals have there.
+          EXPECT_NEAR(got.item<double>() / wanted, 1, 0x1p-6) << kOps[k].name << ", p " << p;
+        }
+      }
+    }
+  });
+}
+
 // Of no elements at all LibTorch refuses some norms: on every rank, whatever its other shards are.
 TEST(NormRule, EmptyTensors) {
   on_mesh({3}, [](const mesh::DeviceMeshPtr& mesh) {
