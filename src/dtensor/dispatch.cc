@@ -11,6 +11,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/library.h>
@@ -138,6 +139,8 @@ class OpState {
     const c10::OperatorName& name = op.operator_name();
     rule_ =
         find_rule(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
+    decomposes_ =
+        rule_ == nullptr && op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
     for (size_t i = 0; i < schema.arguments().size(); ++i) {
       const c10::Argument& argument = schema.arguments()[i];
       if (!holds_tensors(*argument.type())) {
@@ -163,6 +166,10 @@ class OpState {
   }
 
   void run(Stack& stack) {
+    if (decomposes_) {
+      op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
+      return;
+    }
     const size_t base = stack.size() - op_.schema().arguments().size();
     Words words;
     for (const TensorArgument& argument : tensors_) {
@@ -473,8 +480,14 @@ class OpState {
     if (planned.plain || !local.defined()) {
       return local;
     }
+    std::optional<c10::InferenceMode> normal;
     if (returned.viewed_argument >= 0) {
-      share_version(frame.originals[returned.viewed_argument].toTensor(), local);
+      const at::Tensor& viewed = frame.originals[returned.viewed_argument].toTensor();
+      share_version(viewed, local);
+      // A view of a normal tensor is one, in inference mode too.
+      if (c10::InferenceMode::is_enabled() && !viewed.is_inference()) {
+        normal.emplace(false);
+      }
     } else if (!local.is_contiguous() && is_contiguous(planned)) {
       // Who asks the DTensor gets to hear that it is contiguous, and views it so.
       local = local.contiguous();
@@ -511,6 +524,9 @@ class OpState {
 
   c10::OperatorHandle op_;
   const Rule* rule_;
+  /// LibTorch writes the op in terms of others. It does so before we are asked, but not for
+  /// inference tensors, which have no autograd key.
+  bool decomposes_ = false;
   bool writes_ = false;
   std::vector<TensorArgument> tensors_;
   std::vector<size_t> others_;

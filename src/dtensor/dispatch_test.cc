@@ -1,5 +1,6 @@
 // The fallback: what it returns, where it keeps its plans, and what it says when it has none.
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -75,6 +76,30 @@ TEST(Dispatch, ops_and_backward_on_several_threads_at_once) {
   for (const at::Tensor& gradient : gradients) {
     EXPECT_EQ(difference(full_tensor(gradient), integers({5, 3}, 1) * 6), "");
   }
+}
+
+// Inference tensors have no autograd key, at which LibTorch takes ops like linear apart; and views
+// of normal tensors, a module's parameters say, stay normal.
+TEST(Dispatch, inference_mode) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor full = integers({5, 3}, 1);
+    const at::Tensor weight = sharded_leaf(mesh);
+    const c10::InferenceMode inference;
+    const at::Tensor x = distribute_tensor(full, mesh, {S(0)});
+    EXPECT_TRUE(x.is_inference());
+    EXPECT_EQ(difference(full_tensor(at::linear(x, weight)), full.mm(full.t())), "");
+    EXPECT_EQ(difference(full_tensor(x.matmul(weight.t()).to(at::kDouble)),
+                         full.mm(full.t()).to(at::kDouble)),
+              "");
+    EXPECT_EQ(x.sum().item<float>(), full.sum().item<float>());
+    x.mul_(2);
+    x.detach().add_(1);
+    EXPECT_EQ(difference(full_tensor(x), full * 2 + 1), "");
+    EXPECT_FALSE(weight.t().is_inference());
+    EXPECT_FALSE(weight.unsqueeze(0).view({5, 3}).is_inference());
+    weight.detach().mul_(2);
+    EXPECT_EQ(difference(full_tensor(weight.reshape({5, 3})), full * 2), "");
+  });
 }
 
 // A mesh that a cache kept alive would hold its communicators past the end of their runtime.
