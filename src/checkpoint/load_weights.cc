@@ -8,6 +8,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -179,12 +180,18 @@ LoadReport from_json(const std::string& text) {
 
 /// Runs `read` and keeps the first error's text; once there is one, does nothing.
 void attempt(std::string& fault, const std::function<void()>& read) {
+  // A file decides how long its names and shapes are, which the text may repeat.
+  constexpr size_t kMost = 4000;
   if (!fault.empty()) return;
   try {
     read();
   } catch (const c10::Error& error) {
     fault = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    // Others than the library's own, such as of memory: the other ranks wait all the same.
+    fault = error.what();
   }
+  if (fault.size() > kMost) fault = fault.substr(0, kMost) + "...";
 }
 
 /// The part of `target` as the model has it: in its dtype, on the CPU.
@@ -255,10 +262,11 @@ LoadReport load_weights(nn::Module& model, const std::filesystem::path& path,
         }
       } else {
         // After a fault the others still wait for what they will drop.
-        at::Tensor values = at::empty(part->sizes, options_of_part);
+        at::Tensor values;
         attempt(fault, [&] {
           values = read_part(target, *part, *files).to(runtime.device()).contiguous();
         });
+        if (!values.defined()) values = at::empty(part->sizes, options_of_part);
         world.send(values, rank, stream);
         stream.synchronize();
       }

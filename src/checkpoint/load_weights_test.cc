@@ -13,6 +13,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cstdint>
+#include <fstream>
 #include <functional>
 #include <string>
 
@@ -250,11 +252,33 @@ TEST_F(LoadWeightsTest, FaultsAreEveryRanksError) {
                         "10]"),
               HasSubstr("is Long, the model's is Float; only floating-point dtypes are")));
     EXPECT_THAT(error_with(reader, {}), HasSubstr("and 13 more"));
+    // A message is to be read, whatever a file calls its tensors.
+    changed = values;
+    changed.emplace_back(std::string(100000, 'x'), at::zeros({2}));
+    EXPECT_LT(error_with(reader, changed).size(), 5000u);
     fs::remove(path_);
     sim::run_world(3, {}, [&](comm::Runtime& runtime) {
       nn::Llama model = sharded_model(false, runtime);
       EXPECT_THAT(error_of([&] { load_weights(*model, path_, runtime, {.reader = reader}); }),
                   HasSubstr("can't open"));
+    });
+  }
+}
+
+// What is wrong with a file is not always an error of LibTorch's class: a rank that let another
+// through would leave the rest waiting.
+TEST_F(LoadWeightsTest, ErrorsOfAnyClassEndEveryRankOfGloo) {
+  const std::string header = R"({"x": 1e999})";
+  std::ofstream out(path_, std::ios::binary);
+  const uint64_t length = header.size();
+  out.write(reinterpret_cast<const char*>(&length), sizeof length);
+  out << header;
+  out.close();
+  for (const WeightsReader reader : kReaders) {
+    gloo::testing::run_threads(2, {}, [&](comm::Runtime& runtime) {
+      nn::Llama model = sharded_model(false, runtime);
+      EXPECT_THAT(error_of([&] { load_weights(*model, path_, runtime, {.reader = reader}); }),
+                  HasSubstr("the header is not JSON at offset"));
     });
   }
 }

@@ -16,8 +16,9 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
-#include <string_view>
+#include <tuple>
+
+#include "src/checkpoint/strict_json.h"
 
 namespace ppfsdp::checkpoint {
 namespace {
@@ -72,7 +73,7 @@ struct Place {
 /// A non-negative integer of the header, which JSON calls a number.
 uint64_t header_integer(const Json& value, const Place& place, const char* what) {
   TORCH_CHECK(value.is_number_unsigned(), place.path.string(), ": tensor '", place.tensor,
-              "' in the header (offset ", kLengthBytes, "): ", what, " holds ", value.dump(),
+              "' in the header (offset ", kLengthBytes, "): ", what, " holds ", shown(value),
               ", must be integers from 0");
   return value.get<uint64_t>();
 }
@@ -90,32 +91,6 @@ uint64_t byte_count(const std::vector<int64_t>& shape, at::ScalarType dtype, con
   return bytes;
 }
 
-/// Parses the header and refuses names that come twice, of which a JSON object keeps only one.
-Json parse_json(std::string_view text, const std::filesystem::path& path) {
-  std::set<std::string> seen;
-  std::string twice;
-  const auto note_names = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (depth == 1 && event == Json::parse_event_t::key) {
-      const auto name = parsed.get<std::string>();
-      if (!seen.insert(name).second) twice = name;
-    }
-    return true;
-  };
-  Json header;
-  try {
-    header = Json::parse(text.begin(), text.end(), note_names);
-  } catch (const Json::parse_error& error) {
-    // nlohmann counts from 1; the byte in question is the last one read.
-    TORCH_CHECK(false, path.string(), ": the header is not JSON at offset ",
-                kLengthBytes + (error.byte == 0 ? 0 : error.byte - 1), ": ", error.what());
-  }
-  TORCH_CHECK(header.is_object(), path.string(), ": the header at offset ", kLengthBytes,
-              " must be a JSON object, is ", header.type_name());
-  TORCH_CHECK(twice.empty(), path.string(), ": the header at offset ", kLengthBytes,
-              " names the tensor '", twice, "' twice");
-  return header;
-}
-
 std::string error_text() { return std::strerror(errno); }
 
 /// A file that is open for reading; a pipe does not make the caller wait for a writer.
@@ -130,6 +105,12 @@ class File {
   File& operator=(const File&) = delete;
 
   int descriptor() const { return file_; }
+
+  struct stat status() const {
+    struct stat status {};
+    TORCH_CHECK(::fstat(file_, &status) == 0, path_.string(), ": can't read: ", error_text());
+    return status;
+  }
 
   /// Exactly those bytes.
   void read(char* to, uint64_t bytes, uint64_t offset) const {
@@ -157,11 +138,9 @@ class SafetensorsFile::Mapping {
  public:
   explicit Mapping(const std::filesystem::path& path) {
     const File file(path);
-    struct stat status {};
-    TORCH_CHECK(::fstat(file.descriptor(), &status) == 0, path.string(),
-                ": can't read: ", error_text());
-    TORCH_CHECK(S_ISREG(status.st_mode), path.string(), ": not a regular file");
-    size_ = static_cast<uint64_t>(status.st_size);
+    status_ = file.status();
+    TORCH_CHECK(S_ISREG(status_.st_mode), path.string(), ": not a regular file");
+    size_ = static_cast<uint64_t>(status_.st_size);
     if (size_ == 0) return;
     void* address =
         ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, file.descriptor(), 0);
@@ -178,7 +157,16 @@ class SafetensorsFile::Mapping {
   char* data() const { return data_; }
   uint64_t size() const { return size_; }
 
+  /// Whether `file` is still the one that was mapped, and unchanged.
+  bool is_of(const File& file) const {
+    const struct stat now = file.status();
+    return now.st_dev == status_.st_dev && now.st_ino == status_.st_ino &&
+           now.st_size == status_.st_size && now.st_mtim.tv_sec == status_.st_mtim.tv_sec &&
+           now.st_mtim.tv_nsec == status_.st_mtim.tv_nsec;
+  }
+
  private:
+  struct stat status_ {};
   char* data_ = nullptr;
   uint64_t size_ = 0;
 };
@@ -197,7 +185,10 @@ SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
 }
 
 void SafetensorsFile::parse_header(uint64_t header_length) {
-  const Json header = parse_json({mapping_->data() + kLengthBytes, header_length}, path_);
+  const Json header = parse_strictly({mapping_->data() + kLengthBytes, header_length},
+                                     path_.string() + ": the header", kLengthBytes);
+  TORCH_CHECK(header.is_object(), path_.string(), ": the header at offset ", kLengthBytes,
+              " must be a JSON object, is ", header.type_name());
   const uint64_t data_begin = kLengthBytes + header_length;
   for (const auto& [name, value] : header.items()) {
     if (name == kMetadata) {
@@ -222,7 +213,7 @@ void SafetensorsFile::parse_header(uint64_t header_length) {
     const std::optional<at::ScalarType> dtype =
         dtype_field.is_string() ? parse_dtype(dtype_field.get<std::string>()) : std::nullopt;
     TORCH_CHECK(dtype.has_value(), path_.string(), ": tensor '", name, "' in the header (offset ",
-                kLengthBytes, ") has the unknown dtype ", dtype_field.dump());
+                kLengthBytes, ") has the unknown dtype ", shown(dtype_field));
     TORCH_CHECK(shape_field.is_array(), path_.string(), ": tensor '", name,
                 "' in the header (offset ", kLengthBytes, "): the shape must be a list");
     TORCH_CHECK(offsets.is_array() && offsets.size() == 2, path_.string(), ": tensor '", name,
@@ -295,6 +286,8 @@ void SafetensorsFile::read(const std::string& name, c10::IntArrayRef begin,
   while (inner > 0 && part.size(inner - 1) == from.shape[inner - 1]) --inner;
   inner = std::max<int64_t>(inner - 1, 0);
   const File file(path_);
+  TORCH_CHECK(mapping_->is_of(file), path_.string(),
+              ": replaced, changed or cut short since its header was read");
   const auto element = static_cast<uint64_t>(c10::elementSize(from.dtype));
   uint64_t run = element, runs = 1;
   for (int64_t dim = 0; dim < dims; ++dim) (dim < inner ? runs : run) *= part.size(dim);

@@ -35,8 +35,8 @@ class SafetensorsFile {
   const std::vector<int64_t>& sizes(const std::string& name) const { return entry(name).shape; }
   /// Reads into `part` (contiguous, on the CPU, of the tensor's dtype) the part of the tensor that
   /// has part's sizes and begins at `begin`, one index a dim. Reads the file, and of it that part
-  /// alone, not the mapping: pages that were touched stay in no one's memory, and a file that is
-  /// cut short meanwhile is an error.
+  /// alone, not the mapping: pages that were touched stay in no one's memory. A file that has been
+  /// replaced, changed or cut short since its header was read is an error.
   void read(const std::string& name, c10::IntArrayRef begin, const at::Tensor& part) const;
   /// The header's "__metadata__".
   const std::map<std::string, std::string>& metadata() const { return metadata_; }

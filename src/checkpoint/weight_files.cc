@@ -2,10 +2,15 @@
 
 #include <c10/util/Exception.h>
 
+#include <cerrno>
+#include <cstring>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <utility>
+
+#include "src/checkpoint/strict_json.h"
 
 namespace ppfsdp::checkpoint {
 namespace {
@@ -54,20 +59,17 @@ const SafetensorsFile& WeightFiles::open(const fs::path& path) {
 void WeightFiles::read_index(const fs::path& index) {
   TORCH_CHECK(is_regular(index), index.string(), ": can't read: not a regular file");
   std::ifstream stream(index, std::ios::binary);
-  Json json;
-  try {
-    json = Json::parse(stream);
-  } catch (const Json::parse_error& error) {
-    TORCH_CHECK(false, index.string(), ": not JSON: ", error.what());
-  }
-  TORCH_CHECK(json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(),
+  TORCH_CHECK(stream, index.string(), ": can't open: ", std::strerror(errno));
+  const std::string text{std::istreambuf_iterator<char>(stream), {}};
+  const Json json = parse_strictly(text, index.string() + ": the index", 0);
+  TORCH_CHECK(json.is_object() && json.contains("weight_map") && json.at("weight_map").is_object(),
               index.string(), ": an index has an object \"weight_map\" {tensor: file}");
-  for (const auto& [name, value] : json["weight_map"].items()) {
+  for (const auto& [name, value] : json.at("weight_map").items()) {
     TORCH_CHECK(value.is_string(), index.string(), ": the file of tensor '", name,
-                "' must be a string, is ", value.dump());
+                "' must be a string, is ", shown(value));
     const fs::path file = value.get<std::string>();
     TORCH_CHECK(!file.empty() && file == file.filename() && file != "." && file != "..",
-                index.string(), ": tensor '", name, "' is in ", value.dump(),
+                index.string(), ": tensor '", name, "' is in ", shown(value),
                 ", must be the name of a file beside the index");
     const SafetensorsFile& opened = open(index.parent_path() / file);
     TORCH_CHECK(opened.contains(name), opened.path().string(), ": there is no tensor '", name,

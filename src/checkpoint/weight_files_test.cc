@@ -84,7 +84,10 @@ TEST_F(WeightFilesTest, FaultsNameTheFile) {
   EXPECT_THAT(error_of(folder_), AllOf(HasSubstr(folder_.string()), HasSubstr("this one neither")));
   EXPECT_THAT(error_of(folder_ / "no.safetensors"), HasSubstr("no.safetensors: can't open"));
   EXPECT_THAT(error_of(folder_ / "no.json"), HasSubstr("no.json: can't read"));
-  EXPECT_THAT(error_of(write("bad.json", "{\"weight_map\"")), HasSubstr("bad.json: not JSON"));
+  EXPECT_THAT(error_of(write("bad.json", "{\"weight_map\"")),
+              HasSubstr("bad.json: the index is not JSON"));
+  EXPECT_THAT(error_of(write("bad.json", R"({"weight_map": {"a": "x", "a": "y"}})")),
+              HasSubstr("bad.json: the index names 'a' twice"));
   EXPECT_THAT(error_of(write("bad.json", "[1]")), HasSubstr("has an object \"weight_map\""));
   EXPECT_THAT(error_of(write("bad.json", R"({"weight_map": {"a": 1}})")),
               HasSubstr("the file of tensor 'a' must be a string, is 1"));
