@@ -183,15 +183,17 @@ void fill_reals(scalar_t* out, int64_t first, int64_t count, const D& distributi
               [&](const Words& words, int blocks, int64_t batch_first) {
                 transform<kWide>(distribution, words, blocks * kLanes, values);
                 const Part part = part_of(batch_first, blocks * kLanes, first, count);
-                scalar_t* const target = out + (batch_first - first);
+                // May be negative, where the part begins inside the batch.
+                const int64_t offset = batch_first - first;
                 for (int i = part.begin; i < part.end; ++i) {
-                  target[i] = rounded<scalar_t>(values[i]);
+                  out[offset + i] = rounded<scalar_t>(values[i]);
                 }
                 if constexpr (std::is_same_v<D, Uniform>) {
                   const auto from = static_cast<scalar_t>(distribution.from);
                   const auto to = static_cast<scalar_t>(distribution.to);
                   for (int i = part.begin; i < part.end; ++i) {
-                    target[i] = target[i] == to ? from : target[i];
+                    scalar_t& value = out[offset + i];
+                    value = value == to ? from : value;
                   }
                 }
               });
