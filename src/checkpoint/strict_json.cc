@@ -29,7 +29,7 @@ class Checker : public nlohmann::json_sax<Json> {
   bool number_integer(number_integer_t) override { return true; }
   bool number_unsigned(number_unsigned_t) override { return true; }
   bool number_float(number_float_t, const string_t&) override { return true; }
-  bool string(string_t&) override { return true; }
+  bool string(string_t& value) override { return check_characters(value); }
   bool binary(binary_t&) override { return true; }
   bool start_object(size_t) override { return begin(); }
   bool end_object() override { return end(); }
@@ -37,6 +37,7 @@ class Checker : public nlohmann::json_sax<Json> {
   bool end_array() override { return end(); }
 
   bool key(string_t& name) override {
+    check_characters(name);
     TORCH_CHECK(names_.back().insert(name).second, place_, " names '", shortened(name), "' twice");
     return true;
   }
@@ -49,6 +50,11 @@ class Checker : public nlohmann::json_sax<Json> {
   }
 
  private:
+  bool check_characters(const std::string& text) {
+    // It would end the text of a path or message.
+    TORCH_CHECK(text.find('\0') == std::string::npos, place_, " has a string with U+0000 in it");
+    return true;
+  }
   bool begin() {
     // What walks through a value afterwards goes down by recursion.
     TORCH_CHECK(names_.size() < kMostLevels, place_, " is nested deeper than ", kMostLevels,

@@ -47,6 +47,13 @@ TEST(StrictJson, NestingHasAnEnd) {
   EXPECT_THAT(error_of(std::string(1000000, '[')), HasSubstr("nested deeper"));
 }
 
+// A path or message would end there.
+TEST(StrictJson, StringsWithoutNul) {
+  EXPECT_THAT(error_of(R"({"a": "b\u0000c"})"),
+              HasSubstr("f: the header has a string with U+0000"));
+  EXPECT_THAT(error_of(R"({"a\u0000b": 1})"), HasSubstr("f: the header has a string with U+0000"));
+}
+
 // As many objects in one as no test's time limit allows a walk through all for each.
 TEST(StrictJson, ManyObjects) {
   std::string text = "{";
