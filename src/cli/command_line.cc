@@ -36,6 +36,8 @@ void add_launch_options(CLI::App& command, LaunchOptions& options) {
 
 /// Puts "--" before the command that launch is to start, so that all that follows is the command's.
 void mark_command(std::vector<std::string>& arguments) {
+  // What launch does not know is taken to have no value, and refused later.
+  constexpr std::string_view kTakeValues[] = {"-n", "--processes", "--port", "--grace"};
   for (size_t i = 1; i < arguments.size(); ++i) {
     const std::string& argument = arguments[i];
     if (argument == "--") return;
@@ -43,9 +45,7 @@ void mark_command(std::vector<std::string>& arguments) {
       arguments.insert(arguments.begin() + static_cast<std::ptrdiff_t>(i), "--");
       return;
     }
-    const bool holds_value =
-        argument.find('=') != std::string::npos || (argument.size() > 2 && argument[1] != '-');
-    if (!holds_value && argument != "--help" && argument != "-h") ++i;
+    if (std::ranges::count(kTakeValues, argument) > 0) ++i;
   }
 }
 

@@ -74,6 +74,8 @@ TEST(CommandLineTest, names_what_was_meant) {
             "training.global_batch=VALUE?");
   EXPECT_EQ(error_of({"launch", "--prot", "3", "train"}),
             "launch: there is no option --prot; did you mean --port?");
+  EXPECT_EQ(error_of({"launch", "--dry-run", "-n", "2", "--", "train"}),
+            "launch: there is no option --dry-run; see ppfsdp launch --help");
   EXPECT_EQ(error_of({"train", "-x"}), "train: there is no option -x; see ppfsdp train --help");
 }
 
