@@ -54,7 +54,7 @@ RankMemory count_rank_memory(const Config& config, comm::Runtime& runtime) {
     }
   }
   memory.gradient_bytes = memory.parameter_bytes;
-  memory.optimizer_bytes = shard_bytes * state_values(config.optimizer);
+  memory.optimizer_bytes = static_cast<double>(shard_bytes) * state_values(config.optimizer);
   return memory;
 }
 

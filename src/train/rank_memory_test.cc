@@ -58,5 +58,20 @@ TEST(RankMemory, OneDeviceHoldsAll) {
   EXPECT_EQ(count_rank_memory(config, *runtime).held_bytes(), memory.parameters * 8);
 }
 
+// On one device the optimizer's state alone is more than an int64_t holds.
+TEST(RankMemory, HoldsForTheLargestModelThatAConfigCanName) {
+  Config config = tiny();
+  config.communication.backend = "single";
+  config.model.dim = 1 << 22;
+  config.model.layers = 4096;
+  config.model.heads = config.model.kv_heads = 64;
+  config.model.hidden = 1 << 24;
+  const RankMemory memory = count_rank_memory(config, *comm::make_single_runtime());
+  const auto parameters = static_cast<double>(memory.parameters);
+  EXPECT_GT(parameters, 1e18);
+  EXPECT_DOUBLE_EQ(memory.optimizer_bytes, 8 * parameters);
+  EXPECT_DOUBLE_EQ(memory.held_bytes(), 16 * parameters);
+}
+
 }  // namespace
 }  // namespace ppfsdp::train
