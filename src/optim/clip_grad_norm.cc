@@ -6,6 +6,7 @@
 #include <ATen/ops/clamp.h>
 #include <c10/util/Exception.h>
 
+#include <cmath>
 #include <map>
 #include <optional>
 #include <utility>
@@ -35,7 +36,8 @@ void check_max_norm(const char* function, double max_norm) {
 /// `total` is whole.
 void scale(const std::vector<at::Tensor>& gradients, double max_norm, const at::Tensor& total,
            bool foreach) {
-  if (gradients.empty()) return;
+  // Without a limit there is nothing to do; and by an infinite norm, infinity times 0 is NaN.
+  if (gradients.empty() || std::isinf(max_norm)) return;
   // A reciprocal and a product, where a division would round once: as Python's `float / tensor`.
   const at::Tensor factor = at::clamp((total + 1e-6).reciprocal() * max_norm, std::nullopt, 1.0);
   std::vector<at::Tensor> locals;

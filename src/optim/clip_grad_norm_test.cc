@@ -74,6 +74,17 @@ TEST(ClipGradNorm, LeavesSmallGradientsAlone) {
   EXPECT_TRUE(at::equal(all_grads(parameters), before));
 }
 
+// Infinity times the reciprocal of infinity would make every gradient NaN.
+TEST(ClipGradNorm, WithoutALimitGradientsStayThoughTheNormIsInfinite) {
+  for (const bool foreach : {false, true}) {
+    const std::vector<at::Tensor> parameters = make_parameters();
+    parameters[0].mutable_grad() = at::full({5, 7}, 1e30f);
+    const at::Tensor before = all_grads(parameters).clone();
+    EXPECT_EQ(clip_grad_norm_(parameters, kInf, 2.0, false, foreach).item<double>(), kInf);
+    EXPECT_TRUE(at::equal(all_grads(parameters), before));
+  }
+}
+
 TEST(ClipGradNorm, IsLibTorchsToTheBitWherePowersOfTwoHideItsRounding) {
   for (const double p : {1.0, 2.0, 3.0, kInf}) {
     std::vector<at::Tensor> ours = make_parameters(), theirs = make_parameters();
