@@ -220,7 +220,8 @@ bool same(const at::Tensor& a, const at::Tensor& b) {
   }
   const at::Tensor x = a.contiguous();
   const at::Tensor y = b.contiguous();
-  return std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+  // memcmp takes no null pointer, not even for nothing.
+  return x.numel() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 /// The values that the functions give to `tensors`, each after the other.
