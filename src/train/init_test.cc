@@ -26,15 +26,13 @@ class InitTest : public FolderTest {
  protected:
   /// Sizes that no world here divides evenly.
   Config config(int64_t ranks) const {
-    std::string text;
-    for (int i = 0; i < 5000; ++i) text += "a few words of text "[i * i % 20];
     Config config;
     config.model.dim = 10;
     config.model.layers = 2;
     config.model.heads = 5;
     config.model.kv_heads = 1;
     config.model.hidden = 13;
-    config.data.files = {write("text", text)};
+    config.data.files = {write_text()};
     config.data.seq_len = 4;
     config.training.global_batch = 84;
     config.training.steps = 3;

@@ -28,6 +28,13 @@ class FolderTest : public testing::Test {
     return path(name);
   }
 
+  /// A file of 5000 bytes of words, the same each time; returns its path.
+  std::string write_text() const {
+    std::string text;
+    for (int i = 0; i < 5000; ++i) text += "a few words of text "[i * i % 20];
+    return write("text", text);
+  }
+
   std::filesystem::path folder_;
 };
 

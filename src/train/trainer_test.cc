@@ -17,15 +17,13 @@ namespace {
 class TrainerTest : public FolderTest {
  protected:
   Config config(int64_t ranks) const {
-    std::string text;
-    for (int i = 0; i < 5000; ++i) text += "a few words of text "[i * i % 20];
     Config config;
     config.model.dim = 12;
     config.model.layers = 2;
     config.model.heads = 2;
     config.model.kv_heads = 1;
     config.model.hidden = 20;
-    config.data.files = {write("text", text)};
+    config.data.files = {write_text()};
     config.data.seq_len = 6;
     config.training.global_batch = 24;
     config.training.steps = 4;

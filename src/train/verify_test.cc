@@ -96,9 +96,7 @@ class VerifyTest : public FolderTest {
  protected:
   void SetUp() override {
     FolderTest::SetUp();
-    std::string text;
-    for (int i = 0; i < 5000; ++i) text += "a few words of text "[i * i % 20];
-    config_.data.files = {write("text", text)};
+    config_.data.files = {write_text()};
     config_.model.dim = 12;
     config_.model.layers = 2;
     config_.model.heads = 2;
