@@ -10,11 +10,12 @@ namespace ppfsdp::optim {
 
 /// Scales the gradients of `parameters` so that their norm together becomes at most `max_norm` (not
 /// negative): get_total_norm of the gradients, then clip_grads_with_norm_. Returns the norm before,
-/// without waiting for the device. To the bit what Python's torch.nn.utils.clip_grad_norm_ gives.
-/// (LibTorch's C++ function of this name rounds the factor once instead of twice, which shows
-/// unless max_norm is a power of two.) Parameters without a gradient are passed over. When the norm
-/// is an error (options.error_if_nonfinite), the gradients stay; so they do with an infinite
-/// `max_norm`, which measures only (in Python an infinite norm then makes them NaN).
+/// without waiting for the device unless an option does. To the bit what Python's
+/// torch.nn.utils.clip_grad_norm_ gives. (LibTorch's C++ function of this name rounds the factor
+/// once instead of twice, which shows unless max_norm is a power of two.) Parameters without a
+/// gradient are passed over. When the norm is an error (options.error_if_nonfinite), the gradients
+/// stay; so they do with an infinite `max_norm`, which measures only (in Python an infinite norm
+/// then makes them NaN).
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                            const NormOptions& options = {});
 /// With arguments as in Python.

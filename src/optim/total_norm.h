@@ -14,7 +14,7 @@ struct NormOptions {
   /// tensors that have an element other than 0 (not such elements), and p < 0, of which no norm in
   /// the mathematical sense exists, is (sum |x|^p)^(1/p), 0 as soon as any element is.
   double norm_type = 2.0;
-  /// A norm that is infinite or NaN is an error. The only option that waits for the device.
+  /// A norm that is infinite or NaN is an error. Waits for the device, as `reproducible` does.
   bool error_if_nonfinite = false;
   /// One operation over all tensors instead of one a tensor.
   bool foreach = true;
