@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "backends/gloo/streams.h"
+#include "src/comm/call.h"
 
 namespace ppfsdp::gloo {
 namespace {
@@ -91,7 +92,7 @@ comm::CommunicatorPtr GlooCommunicator::do_subgroup(const std::vector<int>& memb
       static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
   // Equal on all members, and on no other group: members of one call have distinct lists, of which
   // the first rank tells them apart.
-  group->id = hash({group_->id, sequence(), static_cast<uint64_t>(group->ranks.front())});
+  group->id = comm::hash({group_->id, sequence(), static_cast<uint64_t>(group->ranks.front())});
   return std::make_shared<GlooCommunicator>(std::move(group));
 }
 

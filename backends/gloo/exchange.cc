@@ -9,8 +9,8 @@
 #include <bit>
 #include <utility>
 
-#include "backends/gloo/text.h"
 #include "src/comm/communicator.h"
+#include "src/comm/text.h"
 
 namespace ppfsdp::gloo {
 namespace {
@@ -42,10 +42,11 @@ Exchange::Exchange(std::shared_ptr<Group> group, Call call, std::vector<int> par
       parties_(std::move(parties)),
       number_(number),
       checked_(checked && parties_.size() > 1),
-      channel_(call_.kind == Call::Kind::kMessage ? 1 + hash({static_cast<uint64_t>(parties_[0]),
-                                                              static_cast<uint64_t>(parties_[1])})
-                                                  : 0),
-      label_(hash(call_.label)) {}
+      channel_(call_.kind == Call::Kind::kMessage
+                   ? 1 + comm::hash({static_cast<uint64_t>(parties_[0]),
+                                     static_cast<uint64_t>(parties_[1])})
+                   : 0),
+      label_(comm::hash(call_.label)) {}
 
 void Exchange::start() {
   group_->endpoint->check_alive();
@@ -75,11 +76,12 @@ void Exchange::abort() {
 
 uint32_t Exchange::tag(const at::Tensor& tensor, int from, int to, uint64_t phase) const {
   // Not the count of the call but of the transfer: those of an all_to_all differ.
-  return make_tag({group_->id, channel_, number_, static_cast<uint64_t>(call_.kind),
-                   static_cast<uint64_t>(call_.dtype), static_cast<uint64_t>(call_.op.kind),
-                   std::bit_cast<uint64_t>(call_.op.factor), static_cast<uint64_t>(call_.root),
-                   label_, static_cast<uint64_t>(tensor.numel()), static_cast<uint64_t>(from),
-                   static_cast<uint64_t>(to), phase});
+  return comm::make_tag({group_->id, channel_, number_, static_cast<uint64_t>(call_.kind),
+                         static_cast<uint64_t>(call_.dtype), static_cast<uint64_t>(call_.op.kind),
+                         std::bit_cast<uint64_t>(call_.op.factor),
+                         static_cast<uint64_t>(call_.root), label_,
+                         static_cast<uint64_t>(tensor.numel()), static_cast<uint64_t>(from),
+                         static_cast<uint64_t>(to), phase});
 }
 
 void Exchange::send(const at::Tensor& tensor, int peer, uint64_t phase) {
@@ -106,17 +108,17 @@ void Exchange::recv(const at::Tensor& tensor, int peer, uint64_t phase) {
 
 void Exchange::post_check() {
   const int n = static_cast<int>(parties_.size());
-  const auto length = static_cast<int64_t>(encoded_size(n));
+  const auto length = static_cast<int64_t>(comm::encoded_size(n));
   calls_ = at::empty({n * length}, at::kLong);
   int64_t self = 0;
   while (parties_[self] != rank()) ++self;
-  encode(call_, n, calls_.mutable_data_ptr<int64_t>() + self * length);
+  comm::encode(call_, n, calls_.mutable_data_ptr<int64_t>() + self * length);
   const at::Tensor mine = slice(calls_, self * length, length);
   // The tag must not depend on the call: this is how ranks learn that theirs differ.
   const auto tag_of = [&](int from, int to) {
     constexpr uint64_t kCheck = 0xc0117a11;
-    return make_tag({group_->id, channel_, number_, kCheck, static_cast<uint64_t>(from),
-                     static_cast<uint64_t>(to)});
+    return comm::make_tag({group_->id, channel_, number_, kCheck, static_cast<uint64_t>(from),
+                           static_cast<uint64_t>(to)});
   };
   Transport& transport = *group_->endpoint->transport;
   for (const bool receives : {true, false}) {
@@ -139,8 +141,8 @@ void Exchange::post_check() {
 void Exchange::compare() const {
   std::vector<int> names;
   for (const int party : parties_) names.push_back(group_->ranks[party]);
-  const auto difference =
-      find_difference(calls_.const_data_ptr<int64_t>(), static_cast<int>(parties_.size()), names);
+  const auto difference = comm::find_difference(calls_.const_data_ptr<int64_t>(),
+                                                static_cast<int>(parties_.size()), names);
   if (difference) raise(*difference);
 }
 
@@ -164,12 +166,12 @@ void Exchange::raise(const std::string& what) const {
 }
 
 void Exchange::raise_transfer_error(int peer, bool receives, const std::exception& error) const {
-  const std::string text = first_line(error.what());
+  const std::string text = comm::first_line(error.what());
   const auto says = [&](const char* words) { return text.find(words) != std::string::npos; };
   const int name = group_->ranks[peer];
   if (says("Timed out waiting")) {
     raise(fmt::format("rank {} did not {} within {}", name, receives ? "send" : "receive",
-                      seconds(group_->endpoint->timeout)));
+                      comm::seconds(group_->endpoint->timeout)));
   }
   if (says("Connection closed by peer") || says("Connection reset") || says("Broken pipe") ||
       says("Socket closed")) {

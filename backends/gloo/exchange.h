@@ -11,12 +11,14 @@
 #include <string>
 #include <vector>
 
-#include "backends/gloo/call.h"
 #include "backends/gloo/group.h"
 #include "backends/gloo/operation.h"
 #include "backends/gloo/transport.h"
+#include "src/comm/call.h"
 
 namespace ppfsdp::gloo {
+
+using comm::Call;
 
 /// Elements [begin, begin + count) of a contiguous tensor, without autograd and for less than
 /// narrow costs.

@@ -1,31 +1,20 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
-#include <string>
 
+#include "backends/start/meeting.h"
 #include "src/comm/runtime.h"
 
 namespace ppfsdp::gloo {
 
-/// Where and as whom to meet the other ranks.
-struct GlooOptions {
-  int rank = 0;
-  int world_size = 1;
-  std::string master_addr = "127.0.0.1";
-  int master_port = 29500;
-  /// For the rendezvous and for every operation.
-  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
+/// `timeout` is for the rendezvous and for every operation.
+struct GlooOptions : start::MeetingOptions {
   /// Collectives whose calls the ranks compare with each other: the first `checked` of each group
   /// (and messages of each pair of ranks), then one in 64. Of these a mismatch is an error at once,
   /// on every rank, that says which rank differs; of the others it is a timeout. Nothing is
   /// transferred between calls that do not match, checked or not.
   uint64_t checked = 256;
-  /// Rank 0 only: a listening socket on master_port to take over, so that whoever picks a free port
-  /// keeps it; -1: rank 0 opens it.
-  int listen_fd = -1;
-
   /// From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them; an error names the
   /// variable that is missing or wrong, and what would be right.
   static GlooOptions from_environment();

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "backends/gloo/rendezvous.h"
-#include "backends/gloo/text.h"
+#include "backends/start/meeting.h"
 #include "src/comm/communicator.h"
+#include "src/comm/text.h"
 
 namespace ppfsdp::gloo {
 namespace {
@@ -48,7 +48,7 @@ std::shared_ptr<::gloo::transport::Device> make_device(const std::string& addres
   if (interface != nullptr && *interface != '\0') {
     return ProcessGroupGloo::createDeviceForInterface(interface);
   }
-  if (is_loopback(address)) return ProcessGroupGloo::createDeviceForHostname(address);
+  if (start::is_loopback(address)) return ProcessGroupGloo::createDeviceForHostname(address);
   return ProcessGroupGloo::createDefaultDevice();
 }
 
@@ -61,7 +61,7 @@ struct Transport::State {
 };
 
 Transport::Transport(const GlooOptions& options) : state_(std::make_unique<State>()) {
-  Meeting meeting = meet(options);
+  start::Meeting meeting = start::meet(options);
   auto settings = c10d::ProcessGroupGloo::Options::create(options.timeout);
   // Only Gloo's own collectives would use its worker threads.
   settings->threads = 1;
@@ -71,7 +71,8 @@ Transport::Transport(const GlooOptions& options) : state_(std::make_unique<State
         meeting.store, options.rank, options.world_size, std::move(settings));
   } catch (const std::exception& error) {
     throw comm::CommError(fmt::format("rank {} of {} could not connect to the other ranks: {}",
-                                      options.rank, options.world_size, first_line(error.what())));
+                                      options.rank, options.world_size,
+                                      comm::first_line(error.what())));
   }
 }
 

@@ -1,6 +1,5 @@
 #include "src/comm/communicator.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -206,9 +205,19 @@ at::Tensor Communicator::all_gather(const at::Tensor& input, Stream& stream,
 }
 
 at::Tensor Communicator::do_all_gather(const at::Tensor& input, Stream& stream) {
-  const at::Tensor output = at::empty({size() * input.numel()}, input.options());
+  const at::Tensor output = do_allocate(size() * input.numel(), input.scalar_type(), stream);
   do_all_gather_into(output, input, stream);
   return output;
+}
+
+at::Tensor Communicator::allocate(int64_t numel, at::ScalarType dtype, Stream& stream) {
+  TORCH_CHECK(numel >= 0, "allocate on group '", name_, "': numel must not be negative, got ",
+              numel);
+  return do_allocate(numel, dtype, stream);
+}
+
+at::Tensor Communicator::do_allocate(int64_t numel, at::ScalarType dtype, Stream& stream) {
+  return stream.empty({numel}, at::TensorOptions(dtype).device(device_));
 }
 
 void Communicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,

@@ -84,6 +84,12 @@ class Communicator {
   /// Every rank's tensor becomes the root's.
   void broadcast(const at::Tensor& tensor, int root, Stream& stream);
 
+  /// A 1-D tensor of `numel` elements without values, for use in this group's operations on
+  /// `stream` and subject to what Stream::empty says. A backend that has such memory takes it from
+  /// where it copies without staging (NCCL: ncclMemAlloc, registered with the group); the others
+  /// from the stream.
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype, Stream& stream);
+
   /// Sends input_splits[r] elements to rank r and receives output_splits[r] from it, each side
   /// concatenated in rank order. Empty splits mean equal parts. The tensors must not overlap.
   void all_to_all(const at::Tensor& output, const at::Tensor& input,
@@ -108,6 +114,7 @@ class Communicator {
   virtual void do_all_gather_into(const at::Tensor& output, const at::Tensor& input,
                                   Stream& stream) = 0;
   virtual at::Tensor do_all_gather(const at::Tensor& input, Stream& stream);
+  virtual at::Tensor do_allocate(int64_t numel, at::ScalarType dtype, Stream& stream);
   virtual void do_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                  const ReduceOp& op, Stream& stream) = 0;
   virtual void do_all_reduce(const at::Tensor& tensor, const ReduceOp& op, Stream& stream) = 0;

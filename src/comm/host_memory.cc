@@ -3,7 +3,10 @@
 #include <malloc.h>
 #include <unistd.h>
 
+#include <cstdio>
+#include <fstream>
 #include <limits>
+#include <string>
 
 #include "src/comm/host_allocator.h"
 
@@ -11,6 +14,15 @@ namespace ppfsdp::comm {
 
 int64_t physical_memory_bytes() {
   return static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+}
+
+int64_t peak_resident_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    long long kilobytes = 0;
+    if (std::sscanf(line.c_str(), "VmHWM: %lld kB", &kilobytes) == 1) return kilobytes * 1024;
+  }
+  return 0;
 }
 
 void keep_freed_memory() {

@@ -5,6 +5,8 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
+#include "src/comm/host_memory.h"
+
 namespace ppfsdp::comm {
 namespace {
 
@@ -30,6 +32,12 @@ at::Generator Runtime::default_generator() {
   return at::globalContext().defaultGenerator(device().is_meta() ? c10::Device(c10::kCPU)
                                                                  : device());
 }
+
+DeviceGrid Runtime::device_grid() const {
+  TORCH_CHECK(false, "device_grid: ", device(), " is no GPU and has no multiprocessors");
+}
+
+MemoryUse Runtime::memory_use() const { return {peak_resident_bytes(), physical_memory_bytes()}; }
 
 void Runtime::free_storage(const at::Tensor& tensor) {
   c10::StorageImpl& storage = storage_of(tensor, "free_storage");

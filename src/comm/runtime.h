@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -18,6 +19,19 @@ namespace ppfsdp::comm {
 size_t storage_bytes(const at::Tensor& tensor);
 
 enum class StreamPriority { kNormal, kHigh };
+
+/// The figures of a GPU that decide how its random kernels spread values over a tensor, from
+/// cudaDeviceProp: multiProcessorCount and maxThreadsPerMultiProcessor.
+struct DeviceGrid {
+  int64_t multiprocessors = 0;
+  int64_t threads_per_multiprocessor = 0;
+};
+
+/// Memory of a rank's device: on a GPU what its allocator holds for tensors, else the process's.
+struct MemoryUse {
+  int64_t peak_bytes = 0;   ///< the most so far
+  int64_t total_bytes = 0;  ///< that there is
+};
 
 /// What the code of one rank has of the world it runs in: the only way to a backend. One a rank,
 /// used on that rank's thread.
@@ -47,6 +61,11 @@ class Runtime {
   /// ranks share a process, each has a copy, made when the rank started, so that ranks draw the
   /// same values in whatever order they run.
   virtual at::Generator default_generator();
+
+  /// An error on a device that is no GPU.
+  virtual DeviceGrid device_grid() const;
+
+  virtual MemoryUse memory_use() const;
 
   /// Frees the memory under `tensor` in place (its storage shrinks to 0 bytes; sizes and version
   /// counter stay), so that views and tensors saved for backward come back to life with

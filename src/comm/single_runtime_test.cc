@@ -151,5 +151,35 @@ TEST(Runtime, storage_of_nothing_is_refused) {
   EXPECT_THROW(runtime->free_storage(at::zeros({2, 2}).to_sparse()), c10::Error);
 }
 
+// Wrong when a stream or group without memory of its own gives a tensor of other numbers.
+TEST(Runtime, streams_and_groups_make_tensors_where_they_are_used) {
+  for (const c10::DeviceType type : {at::kCPU, at::kMeta}) {
+    const auto runtime = make_single_runtime(c10::Device(type));
+    Stream& stream = runtime->compute_stream();
+    const at::Tensor made = stream.empty({2, 3}, at::TensorOptions(at::kHalf).device(type));
+    EXPECT_EQ(made.sizes(), (at::IntArrayRef{2, 3}));
+    EXPECT_EQ(made.scalar_type(), at::kHalf);
+    const at::Tensor allocated = runtime->world()->allocate(5, at::kBFloat16, stream);
+    EXPECT_EQ(allocated.sizes(), at::IntArrayRef{5});
+    EXPECT_EQ(allocated.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(allocated.device().type(), type);
+    EXPECT_THROW(runtime->world()->allocate(-1, at::kFloat, stream), c10::Error);
+  }
+}
+
+TEST(Runtime, only_a_gpu_has_a_grid) {
+  EXPECT_THROW(make_single_runtime()->device_grid(), c10::Error);
+}
+
+// Wrong when the default counts pages for bytes, or gives the machine's memory for the process's.
+TEST(Runtime, memory_use_is_the_processs) {
+  const auto runtime = make_single_runtime();
+  constexpr int64_t kBytes = 64 << 20;
+  const at::Tensor held = at::ones({kBytes}, at::kByte);
+  const MemoryUse use = runtime->memory_use();
+  EXPECT_GE(use.peak_bytes, kBytes);
+  EXPECT_LT(use.peak_bytes, use.total_bytes);
+}
+
 }  // namespace
 }  // namespace ppfsdp::comm

@@ -1,5 +1,9 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorOptions.h>
+#include <c10/util/ArrayRef.h>
+
 #include <functional>
 #include <memory>
 #include <string>
@@ -34,6 +38,12 @@ class Stream {
   /// Queues `closure` behind the work already here. It must own (or outlive) all that it touches,
   /// and may issue LibTorch operations but no communication.
   virtual void run(std::function<void()> closure) = 0;
+
+  /// A tensor without values in memory that work queued here may use at once. On CUDA the memory
+  /// comes from, and returns to, what the caching allocator keeps for this stream: a tensor made on
+  /// another stream may lie where that stream's work still reads and writes. A stream other than
+  /// this one that uses the tensor must be waited for here before the last reference to it goes.
+  virtual at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
   /// Marks the present end of the queue.
   virtual EventPtr record() = 0;

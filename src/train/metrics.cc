@@ -147,15 +147,6 @@ std::unique_ptr<MetricsSink> make_tensorboard_sink(const std::string& folder,
       (fs::path(folder) / (prefix + std::to_string(number))).string());
 }
 
-int64_t peak_resident_bytes() {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    long long kilobytes = 0;
-    if (std::sscanf(line.c_str(), "VmHWM: %lld kB", &kilobytes) == 1) return kilobytes * 1024;
-  }
-  return 0;
-}
-
 Metrics::Metrics(const MetricsConfig& config, const MetricsScale& scale, std::FILE* out,
                  std::FILE* err)
     : config_(config),
@@ -191,7 +182,7 @@ void Metrics::log() {
   last_.mfu = scale_.peak_flops > 0
                   ? last_.tokens_per_second * scale_.flops_per_token / scale_.peak_flops
                   : 0;
-  last_.memory_bytes = peak_resident_bytes();
+  last_.memory_bytes = comm::peak_resident_bytes();
   unlogged_steps_ = 0;
   unlogged_seconds_ = 0;
   clear_bar();

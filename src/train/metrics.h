@@ -83,7 +83,4 @@ std::unique_ptr<MetricsSink> make_jsonl_sink(const std::string& path, const std:
 std::unique_ptr<MetricsSink> make_tensorboard_sink(const std::string& folder,
                                                    const std::string& if_exists);
 
-/// The largest resident memory of this process so far, in bytes; 0 where the system doesn't tell.
-int64_t peak_resident_bytes();
-
 }  // namespace ppfsdp::train

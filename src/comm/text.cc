@@ -1,8 +1,8 @@
-#include "backends/gloo/text.h"
+#include "src/comm/text.h"
 
 #include <fmt/format.h>
 
-namespace ppfsdp::gloo {
+namespace ppfsdp::comm {
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
@@ -10,4 +10,4 @@ std::string seconds(std::chrono::milliseconds duration) {
   return fmt::format("{:g} s", static_cast<double>(duration.count()) / 1000.0);
 }
 
-}  // namespace ppfsdp::gloo
+}  // namespace ppfsdp::comm

@@ -1,4 +1,4 @@
-#include "backends/gloo/call.h"
+#include "src/comm/call.h"
 
 #include <gtest/gtest.h>
 
@@ -7,10 +7,8 @@
 #include <string_view>
 #include <vector>
 
-namespace ppfsdp::gloo {
+namespace ppfsdp::comm {
 namespace {
-
-using comm::ReduceOp;
 
 std::string difference(const std::vector<Call>& calls, const std::vector<int>& names) {
   const int n = static_cast<int>(calls.size());
@@ -119,4 +117,4 @@ TEST(Call, TagsOfNeighbouringValuesAreDistinct) {
 }
 
 }  // namespace
-}  // namespace ppfsdp::gloo
+}  // namespace ppfsdp::comm

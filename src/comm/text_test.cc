@@ -1,8 +1,8 @@
-#include "backends/gloo/text.h"
+#include "src/comm/text.h"
 
 #include <gtest/gtest.h>
 
-namespace ppfsdp::gloo {
+namespace ppfsdp::comm {
 namespace {
 
 using std::chrono::milliseconds;
@@ -26,4 +26,4 @@ TEST(Text, Seconds) {
 }
 
 }  // namespace
-}  // namespace ppfsdp::gloo
+}  // namespace ppfsdp::comm

@@ -2,12 +2,23 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "backends/gloo/gloo.h"
+namespace ppfsdp::start {
 
-namespace ppfsdp::gloo {
+/// Where and as whom to meet the other ranks.
+struct MeetingOptions {
+  int rank = 0;
+  int world_size = 1;
+  std::string master_addr = "127.0.0.1";
+  int master_port = 29500;
+  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
+  /// Rank 0 only: a listening socket on master_port to take over, so that whoever picks a free port
+  /// keeps it; -1: rank 0 opens it.
+  int listen_fd = -1;
+};
 
 /// The store that all ranks share once they have met.
 struct Meeting {
@@ -20,9 +31,9 @@ struct Meeting {
 /// here. CommError when the port is taken, nobody listens at the address or a rank does not come
 /// within the timeout, when two processes have one rank, or when ranks differ about the world's
 /// size.
-Meeting meet(const GlooOptions& options);
+Meeting meet(const MeetingOptions& options);
 
 /// Whether an IP address is of the loopback interface.
 bool is_loopback(const std::string& address);
 
-}  // namespace ppfsdp::gloo
+}  // namespace ppfsdp::start

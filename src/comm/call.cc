@@ -1,4 +1,4 @@
-#include "backends/gloo/call.h"
+#include "src/comm/call.h"
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -11,7 +11,7 @@
 #include <string_view>
 #include <utility>
 
-namespace ppfsdp::gloo {
+namespace ppfsdp::comm {
 namespace {
 
 // The layout of an encoded call: these fields, the label's text, `size` sends, `size` receives.
@@ -30,7 +30,7 @@ Call decode(const int64_t* from) {
   Call call;
   call.kind = static_cast<Call::Kind>(from[kKind]);
   call.dtype = static_cast<c10::ScalarType>(from[kDtype]);
-  call.op.kind = static_cast<comm::ReduceOp::Kind>(from[kOpKind]);
+  call.op.kind = static_cast<ReduceOp::Kind>(from[kOpKind]);
   call.op.factor = std::bit_cast<double>(from[kFactor]);
   call.root = from[kRoot];
   call.count = from[kCount];
@@ -215,4 +215,4 @@ uint32_t make_tag(std::initializer_list<uint64_t> values) {
   return static_cast<uint32_t>(hash(values) >> 33);
 }
 
-}  // namespace ppfsdp::gloo
+}  // namespace ppfsdp::comm

@@ -11,7 +11,7 @@
 
 #include "src/comm/reduce_op.h"
 
-namespace ppfsdp::gloo {
+namespace ppfsdp::comm {
 
 /// What one rank asks for in an operation: all that must match between ranks.
 struct Call {
@@ -28,7 +28,7 @@ struct Call {
 
   Kind kind = Kind::kBarrier;
   c10::ScalarType dtype = c10::ScalarType::Byte;
-  comm::ReduceOp op = {};
+  ReduceOp op = {};
   int64_t root = 0;
   /// Elements of the larger of the tensors.
   int64_t count = 0;
@@ -66,4 +66,4 @@ uint32_t make_tag(std::initializer_list<uint64_t> values);
 uint64_t hash(std::initializer_list<uint64_t> values);
 uint64_t hash(std::string_view text);
 
-}  // namespace ppfsdp::gloo
+}  // namespace ppfsdp::comm

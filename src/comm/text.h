@@ -3,7 +3,7 @@
 #include <chrono>
 #include <string>
 
-namespace ppfsdp::gloo {
+namespace ppfsdp::comm {
 
 /// The text up to its first line break: LibTorch's errors carry a stack trace behind it.
 std::string first_line(const std::string& text);
@@ -11,4 +11,4 @@ std::string first_line(const std::string& text);
 /// "5 s", "1.5 s".
 std::string seconds(std::chrono::milliseconds duration);
 
-}  // namespace ppfsdp::gloo
+}  // namespace ppfsdp::comm

@@ -1,4 +1,4 @@
-#include "backends/gloo/rendezvous.h"
+#include "backends/start/meeting.h"
 
 #include <arpa/inet.h>
 #include <fmt/format.h>
@@ -19,10 +19,10 @@
 #include <utility>
 #include <vector>
 
-#include "backends/gloo/text.h"
 #include "src/comm/communicator.h"
+#include "src/comm/text.h"
 
-namespace ppfsdp::gloo {
+namespace ppfsdp::start {
 namespace {
 
 using comm::CommError;
@@ -46,12 +46,12 @@ class Socket {
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
-std::string where(const GlooOptions& options) {
+std::string where(const MeetingOptions& options) {
   return fmt::format("{}:{}", options.master_addr, options.master_port);
 }
 
 /// The addresses of the master, in the order in which the system prefers them.
-Addresses resolve(const GlooOptions& options) {
+Addresses resolve(const MeetingOptions& options) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
@@ -74,7 +74,7 @@ std::string numeric(const addrinfo& address) {
 
 /// Opens master_port: on the loopback interface alone when that is what master_addr names, else on
 /// all, since master_addr may be an address that only other machines see.
-int listen_at(const GlooOptions& options, const std::string& address) {
+int listen_at(const MeetingOptions& options, const std::string& address) {
   const bool loopback = is_loopback(address);
   const bool v6 = address.find(':') != std::string::npos;
   sockaddr_in6 name6{};
@@ -122,7 +122,7 @@ bool listens(const addrinfo& address) {
 }
 
 /// The address at which rank 0 listens, as soon as it does.
-std::string find_listener(const GlooOptions& options, const addrinfo* addresses,
+std::string find_listener(const MeetingOptions& options, const addrinfo* addresses,
                           Clock::time_point deadline) {
   for (milliseconds pause{2};; pause = std::min(pause * 2, milliseconds(100))) {
     for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
@@ -131,7 +131,7 @@ std::string find_listener(const GlooOptions& options, const addrinfo* addresses,
     if (Clock::now() + pause > deadline) {
       throw CommError(fmt::format(
           "rendezvous: rank {} of {} found nobody listening at {} within {}: rank 0 did not come",
-          options.rank, options.world_size, where(options), seconds(options.timeout)));
+          options.rank, options.world_size, where(options), comm::seconds(options.timeout)));
     }
     std::this_thread::sleep_for(pause);
   }
@@ -143,7 +143,7 @@ constexpr const char* kAll = "ppfsdp/all";
 constexpr const char* kWorld = "ppfsdp/world";
 
 /// Says that this rank is here, and that it is the last if it is.
-void join(const GlooOptions& options, c10d::Store& store) {
+void join(const MeetingOptions& options, c10d::Store& store) {
   const std::string world = std::to_string(options.world_size);
   const std::vector<uint8_t> mine(world.begin(), world.end());
   const std::vector<uint8_t> agreed = store.compareSet(kWorld, {}, mine);
@@ -160,17 +160,17 @@ void join(const GlooOptions& options, c10d::Store& store) {
 }
 
 /// "2 of 4 ranks came within 5 s; missing: 1, 3".
-std::string who_is_missing(const GlooOptions& options, c10d::Store& store) {
+std::string who_is_missing(const MeetingOptions& options, c10d::Store& store) {
   std::vector<int> missing;
   for (int rank = 0; rank < options.world_size; ++rank) {
     if (!store.check({key_of(rank)})) missing.push_back(rank);
   }
   return fmt::format("{} of {} ranks came within {}; missing: {}",
                      options.world_size - missing.size(), options.world_size,
-                     seconds(options.timeout), fmt::join(missing, ", "));
+                     comm::seconds(options.timeout), fmt::join(missing, ", "));
 }
 
-void wait_for_all(const GlooOptions& options, c10d::Store& store, Clock::time_point deadline) {
+void wait_for_all(const MeetingOptions& options, c10d::Store& store, Clock::time_point deadline) {
   const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
   try {
     store.wait({kAll}, std::max(left, milliseconds(1)));
@@ -188,7 +188,7 @@ bool is_loopback(const std::string& address) {
   return address.starts_with("127.") || address == "::1" || address.starts_with("::ffff:127.");
 }
 
-Meeting meet(const GlooOptions& options) {
+Meeting meet(const MeetingOptions& options) {
   const Clock::time_point deadline = Clock::now() + options.timeout;
   const Addresses addresses = resolve(options);
   c10d::TCPStoreOptions settings;
@@ -214,9 +214,9 @@ Meeting meet(const GlooOptions& options) {
   } catch (const std::exception& error) {
     throw CommError(fmt::format("rendezvous at {}: rank {} of {} lost the connection to rank 0: {}",
                                 where(options), options.rank, options.world_size,
-                                first_line(error.what())));
+                                comm::first_line(error.what())));
   }
   return meeting;
 }
 
-}  // namespace ppfsdp::gloo
+}  // namespace ppfsdp::start
