@@ -36,12 +36,12 @@ WHEEL_TAGS = [
     "--implementation=cp",
     "--python-version=3.11",
     "--abi=cp311",
-] + ["--platform=manylinux_2_%d_x86_64" % glibc for glibc in (17, 25, 27, 28)]
+] + ["--platform=manylinux%s_x86_64" % glibc for glibc in ("2014", "_2_17", "_2_25", "_2_27", "_2_28")]
 # include/ carries other projects' headers too (fmt, protobuf), which would shadow Debian's.
 HEADERS = ["ATen", "c10", "caffe2", "torch"]
 LIBRARIES = ["libtorch_cpu.so", "libc10.so", "libgomp.so.1", "libcudart.so.13", "libcupti.so.13"]
 # The wheels take 0.5 GB, what is unpacked of them as much, and pip may hold a second copy.
-FREE_BYTES = 2 << 30
+FREE_GIB = 2
 
 
 class Failure(Exception):
@@ -78,22 +78,38 @@ def version_of(root):
     return None
 
 
+def loaded_with(library, folders=()):
+    """{file name: path} of what the loader finds for `library`, which may also lie in `folders`.
+
+    Paths are as the loader names them; the system's own libraries are among them.
+    """
+    environment = {key: os.environ[key] for key in os.environ if not key.startswith("LD_")}
+    if folders:
+        environment["LD_LIBRARY_PATH"] = ":".join(folders)
+    # -r also asks whether each symbol is there, which it is not in a library of another release.
+    done = subprocess.run(
+        ["ldd", "-r", library],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    wrong = re.search(r"\S+ => not found|(undefined symbol|symbol lookup error): \S+", done.stdout)
+    if done.returncode != 0 or wrong:
+        said = wrong.group(0) if wrong else done.stdout.strip().split("\n")[-1].strip()
+        raise Failure("%s cannot be loaded: %s" % (library, said))
+    paths = [library] + re.findall(r" => (/\S+)", done.stdout)
+    return {os.path.basename(path): path for path in paths}
+
+
+def of_system(path):
+    return path.startswith(("/lib/", "/lib64/", "/usr/lib"))
+
+
 def libraries_of(root):
     """Libraries to link, by file name: libtorch_cpu.so and what it needs beyond the system's."""
-    main = os.path.join(root, "lib", "libtorch_cpu.so")
-    done = subprocess.run(
-        ["ldd", main], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    missing = re.search(r"(\S+) => not found", done.stdout)
-    if done.returncode != 0 or missing:
-        said = missing.group(0) if missing else done.stdout.strip().split("\n")[-1].strip()
-        raise Failure("%s cannot be loaded: %s" % (main, said))
-    paths = [main] + re.findall(r" => (/\S+)", done.stdout)
-    return {
-        os.path.basename(path): os.path.realpath(path)
-        for path in paths
-        if not path.startswith(("/lib/", "/lib64/", "/usr/lib"))
-    }
+    loaded = loaded_with(os.path.join(root, "lib", "libtorch_cpu.so"))
+    return {name: os.path.realpath(path) for name, path in loaded.items() if not of_system(path)}
 
 
 def describe(root):
@@ -111,7 +127,7 @@ def describe(root):
     for path in needed:
         if not os.path.exists(path):
             raise Failure("%s is not whole: %s is missing" % (root, path))
-    return {"headers": headers, "libraries": libraries_of(root)}
+    return {"root": root, "headers": headers, "libraries": libraries_of(root)}
 
 
 def installed_torch():
@@ -132,8 +148,8 @@ def python_with_pip():
     )
 
 
-def reason_of(pip_output):
-    """The one line of pip's standard error that says why it failed."""
+def reason_of(pip_output, wheels=WHEELS):
+    """The one line of pip's standard error that says why it failed to fetch what `wheels` lists."""
     if "No space left on device" in pip_output:
         return "no space left on device"
     connection = re.search(r"connection broken by '(.*)'", pip_output)
@@ -143,24 +159,28 @@ def reason_of(pip_output):
         )
         return "no network: " + (why[1].strip() if why else connection[1])
     if "DO NOT MATCH THE HASHES" in pip_output:
-        return "a wheel does not have the SHA-256 that third_party/libtorch/wheels.txt states"
+        return "a wheel does not have the SHA-256 that third_party/libtorch/%s states" % (
+            os.path.basename(wheels)
+        )
     lines = [line for line in pip_output.split("\n") if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
     return (errors or lines or ["no reason given"])[-1]
 
 
-def download(folder):
-    """Fetches the wheels into `folder`."""
+def download(folder, wheels):
+    """Fetches the wheels that the file `wheels` lists into `folder`."""
     # pip first writes to TMPDIR, whose disk may be too small; its cache would be one more copy.
     environment = dict(os.environ, TMPDIR=folder, PIP_REQUIRE_VIRTUALENV="0")
     command = [python_with_pip(), "-m", "pip", "download", "--no-cache-dir", "--no-deps"]
-    command += ["--retries=2", "--require-hashes", "--requirement=" + WHEELS, "--dest=" + folder]
+    command += ["--retries=2", "--require-hashes", "--requirement=" + wheels, "--dest=" + folder]
     command += WHEEL_TAGS
     # On a terminal pip shows how far it is.
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, env=environment)
     if done.returncode != 0:
-        raise Failure("pip could not fetch LibTorch %s: %s" % (VERSION, reason_of(done.stderr)))
+        raise Failure(
+            "pip could not fetch LibTorch %s: %s" % (VERSION, reason_of(done.stderr, wheels))
+        )
 
 
 def wanted(name):
@@ -173,7 +193,8 @@ def wanted(name):
     return "lib/" + base if base in LIBRARIES and folder.endswith("/lib") else None
 
 
-def unpack(wheel, root):
+def unpack(wheel, root, wanted):
+    """Writes the files of `wheel` to where `wanted` says that they belong in `root`."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             target = wanted(name)
@@ -184,8 +205,22 @@ def unpack(wheel, root):
                     shutil.copyfileobj(source, sink, 1 << 20)
 
 
-def fetch(root, say):
-    """Makes `root` by pip, whole or not at all, and describes it. The caller holds the lock."""
+def fetch_wheels(root, wheels, wanted):
+    """Fetches what the file `wheels` lists and unpacks into `root` what is `wanted` of it."""
+    folder = os.path.join(root, "wheels")
+    os.mkdir(folder)
+    download(folder, wheels)
+    for wheel in glob.glob(os.path.join(folder, "*.whl")):
+        unpack(wheel, root, wanted)
+    shutil.rmtree(folder)
+
+
+def fetch(root, what, gigabytes, free_gib, say, fill):
+    """Makes the folder `root` out of what `fill` writes into a folder beside it: whole, or not at all.
+
+    `what` and `gigabytes` tell the user what is fetched; `free_gib` must be free on the disk. `fill`
+    raises a Failure when something is missing. The caller holds the lock.
+    """
     if platform.machine() != "x86_64":
         raise Failure(
             "the pinned wheels are for x86-64 and this is %s: set LIBTORCH_PATH to a LibTorch %s"
@@ -194,28 +229,21 @@ def fetch(root, say):
     work = root + ".partial"
     shutil.rmtree(work, ignore_errors=True)
     free = shutil.disk_usage(os.path.dirname(root)).free
-    if free < FREE_BYTES:
+    if free < free_gib << 30:
         raise Failure(
             "not enough disk under %s: fetching LibTorch takes %d GiB, %.1f GiB are free"
-            % (os.path.dirname(root), FREE_BYTES >> 30, free / 2**30)
+            % (os.path.dirname(root), free_gib, free / 2**30)
         )
-    say("Fetching LibTorch %s by pip (once; 0.5 GB, into %s)" % (VERSION, root))
+    say("Fetching %s by pip (once; %.1f GB, into %s)" % (what, gigabytes, root))
     try:
         os.mkdir(work)
-        wheels = os.path.join(work, "wheels")
-        os.mkdir(wheels)
-        download(wheels)
-        for wheel in glob.glob(os.path.join(wheels, "*.whl")):
-            unpack(wheel, work)
-        shutil.rmtree(wheels)
-        describe(work)
+        fill(work)
         shutil.rmtree(root, ignore_errors=True)
         os.rename(work, root)
     except zipfile.BadZipFile as error:
         raise Failure("a wheel of LibTorch cannot be unpacked: %s" % error)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return describe(root)
 
 
 @contextlib.contextmanager
@@ -227,6 +255,11 @@ def locked(path, say):
             say("Waiting for another process that fetches LibTorch")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def fill(root):
+    fetch_wheels(root, WHEELS, wanted)
+    describe(root)
 
 
 def find(say):
@@ -249,12 +282,14 @@ def find(say):
     with locked(root + ".lock", say):
         with contextlib.suppress(Failure):
             return describe(root)
-        return fetch(root, say)
+        fetch(root, "LibTorch " + VERSION, 0.5, FREE_GIB, say, fill)
+    return describe(root)
 
 
-def main():
+def run(finder):
+    """Writes what `finder` finds to the file that is the first argument, if there is one."""
     try:
-        found = find(lambda message: sys.stderr.write(message + "\n"))
+        found = finder(lambda message: sys.stderr.write(message + "\n"))
     except Failure as failure:
         sys.exit("LibTorch: %s" % failure)
     except OSError as error:
@@ -267,6 +302,10 @@ def main():
     if len(sys.argv) > 1:
         with open(sys.argv[1], "w") as file:
             json.dump(found, file)
+
+
+def main():
+    run(find)
 
 
 if __name__ == "__main__":

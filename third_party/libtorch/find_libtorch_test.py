@@ -67,7 +67,7 @@ class FindLibtorch(unittest.TestCase):
             self.addCleanup(patch.stop)
         self.downloads = 0
 
-    def download(self, folder):
+    def download(self, folder, wheels):
         self.downloads += 1
         make_wheel(os.path.join(folder, "torch.whl"))
 
@@ -95,10 +95,10 @@ class FindLibtorch(unittest.TestCase):
     def test_two_at_once_fetch_once(self):
         started, go_on = threading.Event(), threading.Event()
 
-        def slow_download(folder):
+        def slow_download(folder, wheels):
             started.set()
             go_on.wait()
-            self.download(folder)
+            self.download(folder, wheels)
 
         def note_and_go_on(message):
             self.said.append(message)
@@ -125,7 +125,7 @@ class FindLibtorch(unittest.TestCase):
 
     # A failed fetch would fill the disk, or be taken for whole by the next build.
     def test_a_failed_fetch_leaves_nothing(self):
-        def fail(folder):
+        def fail(folder, wheels):
             write(os.path.join(folder, "torch.whl"), "not a zip file")
 
         with mock.patch.object(find_libtorch, "download", fail):
