@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <fmt/format.h>
 
 #include <atomic>
@@ -31,8 +32,18 @@ std::vector<ReduceOp> all_ops() {
 }
 
 void expect_bits(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
-  const std::string difference = difference_in_bits(got, expected);
+  const std::string difference = difference_in_bits(got.cpu(), expected);
   EXPECT_TRUE(difference.empty()) << what << ": " << difference;
+}
+
+/// `tensor`, made on the CPU, in memory of its own where the runtime's operations take it.
+at::Tensor here(const Runtime& runtime, const at::Tensor& tensor) {
+  return tensor.to(runtime.device(), tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+}
+
+/// Without values, likewise.
+at::Tensor empty_here(const Runtime& runtime, int64_t numel, at::ScalarType dtype) {
+  return at::empty({numel}, at::TensorOptions(runtime.device()).dtype(dtype));
 }
 
 /// What a reduction over the whole of `inputs` gives for elements [begin, end) in the backend's
@@ -42,6 +53,45 @@ at::Tensor reduced(const Runtime& runtime, const ReduceOp& op,
   at::Tensor output = at::empty({end - begin}, inputs[0].options());
   reduce_range(runtime.reduction_order(), op, inputs, begin, end, output);
   return output;
+}
+
+/// How far two ways to fold floating-point values may be apart: the factor rounds each value, and
+/// each of the n - 1 additions, and avg's division, its result, by at most the unit roundoff u of
+/// magnitudes whose sum is at most sum |x|. A value that is subnormal loses up to its last bit.
+at::Tensor spread(const ReduceOp& op, const std::vector<at::Tensor>& inputs, int64_t begin,
+                  int64_t end) {
+  const auto n = static_cast<double>(inputs.size());
+  at::Tensor magnitudes = at::zeros({end - begin}, at::kDouble);
+  for (const at::Tensor& input : inputs) {
+    magnitudes.add_(input.narrow(0, begin, end - begin).to(at::kDouble).abs());
+  }
+  if (op.kind == ReduceOp::Kind::kAvg) magnitudes.div_(n);
+  if (op.kind == ReduceOp::Kind::kPremulSum) magnitudes.mul_(op.factor);
+  const at::ScalarType dtype = inputs[0].scalar_type();
+  const double u = dtype == at::kBFloat16 ? 0x1p-8
+                   : dtype == at::kHalf   ? 0x1p-11
+                   : dtype == at::kFloat  ? 0x1p-24
+                                          : 0x1p-53;
+  const double smallest = dtype == at::kHalf ? 0x1p-24 : 0x1p-133;
+  return magnitudes.mul_(2 * (n + 1) * u).add_(2 * (n + 1) * smallest);
+}
+
+/// A reduction over elements [begin, end) of all of `inputs`, in the backend's order.
+void expect_reduced(const Runtime& runtime, bool exact, const at::Tensor& got, const ReduceOp& op,
+                    const std::vector<at::Tensor>& inputs, int64_t begin, int64_t end,
+                    const std::string& what) {
+  const at::Tensor expected = reduced(runtime, op, inputs, begin, end);
+  const bool rounds = at::isFloatingType(expected.scalar_type()) &&
+                      op.kind != ReduceOp::Kind::kMin && op.kind != ReduceOp::Kind::kMax;
+  if (exact || !rounds) {
+    expect_bits(got, expected, what);
+    return;
+  }
+  ASSERT_EQ(got.scalar_type(), expected.scalar_type()) << what;
+  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
+  const at::Tensor apart = got.cpu().to(at::kDouble).sub(expected.to(at::kDouble)).abs();
+  EXPECT_TRUE(apart.le(spread(op, inputs, begin, end)).all().item<bool>())
+      << what << ": " << apart.max().item<double>() << " apart from what rank order gives";
 }
 
 /// Lets the rank read what its stream has written.
@@ -86,8 +136,8 @@ TEST_P(CommunicatorSuite, AllGatherPutsEveryInputInItsSlot) {
     const auto stream = runtime.create_stream("gather", StreamPriority::kHigh);
     const auto check = [&](at::ScalarType dtype, int64_t numel, bool in_place) {
       const auto inputs = make_all_values(dtype, numel, 1, size());
-      const at::Tensor output = at::empty({size() * numel}, inputs[0].options());
-      at::Tensor input = inputs[runtime.rank()];
+      const at::Tensor output = empty_here(runtime, size() * numel, dtype);
+      at::Tensor input = here(runtime, inputs[runtime.rank()]);
       if (in_place) {
         const at::Tensor slot = output.narrow(0, runtime.rank() * numel, numel);
         slot.copy_(input);
@@ -115,8 +165,9 @@ TEST_P(CommunicatorSuite, AllGatherMakesAnOutputOfTheRanksOwn) {
     const auto stream = runtime.create_stream("gather", StreamPriority::kHigh);
     const auto check = [&](at::ScalarType dtype, int64_t numel) {
       const auto inputs = make_all_values(dtype, numel, 1, size());
+      const at::Tensor input = here(runtime, inputs[runtime.rank()]);
       begin(runtime, *stream);
-      const at::Tensor output = runtime.world()->all_gather(inputs[runtime.rank()], *stream);
+      const at::Tensor output = runtime.world()->all_gather(input, *stream);
       finish(runtime, *stream);
       const std::string what = fmt::format("all-gather of {} {}", numel, c10::toString(dtype));
       expect_bits(output, at::cat(inputs), what);
@@ -138,15 +189,15 @@ TEST_P(CommunicatorSuite, ReduceScatterFoldsInTheOrderItNames) {
     const auto check = [&](at::ScalarType dtype, int64_t numel, const ReduceOp& op, bool in_place) {
       const auto inputs = make_all_values(dtype, size() * numel, 2, size());
       const int64_t from = runtime.rank() * numel;
-      const at::Tensor input = inputs[runtime.rank()].clone();
+      const at::Tensor input = here(runtime, inputs[runtime.rank()]);
       const at::Tensor output =
-          in_place ? input.narrow(0, from, numel) : at::empty({numel}, input.options());
+          in_place ? input.narrow(0, from, numel) : empty_here(runtime, numel, dtype);
       begin(runtime, *stream);
       runtime.world()->reduce_scatter(output, input, op, *stream);
       finish(runtime, *stream);
-      expect_bits(output, reduced(runtime, op, inputs, from, from + numel),
-                  fmt::format("reduce-scatter to {} {} by {}, in place {}", numel,
-                              c10::toString(dtype), to_string(op), in_place));
+      expect_reduced(runtime, exact(), output, op, inputs, from, from + numel,
+                     fmt::format("reduce-scatter to {} {} by {}, in place {}", numel,
+                                 c10::toString(dtype), to_string(op), in_place));
     };
     for (const ReduceOp& op : all_ops()) {
       for (const at::ScalarType dtype : kFloats) {
@@ -162,12 +213,12 @@ TEST_P(CommunicatorSuite, AllReduceFoldsInTheOrderItNames) {
     const auto stream = runtime.create_stream("reduce", StreamPriority::kNormal);
     const auto check = [&](at::ScalarType dtype, int64_t numel, const ReduceOp& op) {
       const auto inputs = make_all_values(dtype, numel, 3, size());
-      const at::Tensor tensor = inputs[runtime.rank()].clone();
+      const at::Tensor tensor = here(runtime, inputs[runtime.rank()]);
       begin(runtime, *stream);
       runtime.world()->all_reduce(tensor, op, *stream);
       finish(runtime, *stream);
-      expect_bits(
-          tensor, reduced(runtime, op, inputs, 0, numel),
+      expect_reduced(
+          runtime, exact(), tensor, op, inputs, 0, numel,
           fmt::format("all-reduce of {} {} by {}", numel, c10::toString(dtype), to_string(op)));
     };
     for (const ReduceOp& op : all_ops()) {
@@ -193,15 +244,17 @@ TEST_P(CommunicatorSuite, ReductionsOfSeveralChunksFoldInTheOrderTheyName) {
     const auto stream = runtime.create_stream("scatter", StreamPriority::kHigh);
     const int64_t numel = 700001;
     const auto inputs = make_all_values(at::kFloat, size() * numel, 4, size());
-    const at::Tensor tensor = inputs[runtime.rank()].clone();
-    const at::Tensor output = at::empty({numel}, tensor.options());
+    const at::Tensor tensor = here(runtime, inputs[runtime.rank()]);
+    const at::Tensor input = tensor.clone();
+    const at::Tensor output = empty_here(runtime, numel, at::kFloat);
     begin(runtime, *stream);
-    runtime.world()->reduce_scatter(output, tensor.clone(), ReduceOp::avg(), *stream);
+    runtime.world()->reduce_scatter(output, input, ReduceOp::avg(), *stream);
     runtime.world()->all_reduce(tensor, ReduceOp::sum(), *stream);
     finish(runtime, *stream);
     const int64_t from = runtime.rank() * numel;
-    expect_bits(output, reduced(runtime, ReduceOp::avg(), inputs, from, from + numel), "scatter");
-    expect_bits(tensor, reduced(runtime, ReduceOp::sum(), inputs, 0, size() * numel), "reduce");
+    expect_reduced(runtime, exact(), output, ReduceOp::avg(), inputs, from, from + numel,
+                   "scatter");
+    expect_reduced(runtime, exact(), tensor, ReduceOp::sum(), inputs, 0, size() * numel, "reduce");
   });
 }
 
@@ -210,7 +263,7 @@ TEST_P(CommunicatorSuite, BroadcastGivesAllTheRootsValues) {
     const auto stream = runtime.create_stream("broadcast", StreamPriority::kNormal);
     const auto check = [&](at::ScalarType dtype, int64_t numel, int root) {
       const auto inputs = make_all_values(dtype, numel, 5, size());
-      const at::Tensor tensor = inputs[runtime.rank()].clone();
+      const at::Tensor tensor = here(runtime, inputs[runtime.rank()]);
       begin(runtime, *stream);
       runtime.world()->broadcast(tensor, root, *stream);
       finish(runtime, *stream);
@@ -248,8 +301,8 @@ TEST_P(CommunicatorSuite, AllToAllDeliversEveryPart) {
         expected.push_back(part(peer, rank));
       }
       const at::Tensor wanted = at::cat(expected);
-      const at::Tensor output = at::empty({wanted.numel()}, at::kInt);
-      const at::Tensor input = at::cat(parts);
+      const at::Tensor output = empty_here(runtime, wanted.numel(), at::kInt);
+      const at::Tensor input = here(runtime, at::cat(parts));
       if (!pass_splits) sends = receives = {};
       begin(runtime, *stream);
       runtime.world()->all_to_all(output, input, receives, sends, *stream);
@@ -269,16 +322,19 @@ TEST_P(CommunicatorSuite, MessagesArriveInOrder) {
     const int previous = (runtime.rank() + size() - 1) % size();
     const auto out = runtime.create_stream("out", StreamPriority::kNormal);
     const auto in = runtime.create_stream("in", StreamPriority::kNormal);
-    begin(runtime, *in);
     // Two of one size and dtype, so that only their order tells them apart, then one of another.
-    std::vector<at::Tensor> received = {at::zeros({5}), at::zeros({5}), at::zeros({2}, at::kLong)};
     const auto sent_by = [](int rank) {
       return std::vector<at::Tensor>{at::full({5}, 1.0 * rank), at::full({5}, 100.0 + rank),
                                      at::full({2}, 200 + rank, at::kLong)};
     };
+    std::vector<at::Tensor> received, sent;
     for (const at::Tensor& tensor : sent_by(runtime.rank())) {
-      runtime.world()->send(tensor, next, *out);
+      sent.push_back(here(runtime, tensor));
+      received.push_back(at::zeros_like(sent.back()));
     }
+    begin(runtime, *in);
+    begin(runtime, *out);
+    for (const at::Tensor& tensor : sent) runtime.world()->send(tensor, next, *out);
     for (const at::Tensor& tensor : received) runtime.world()->recv(tensor, previous, *in);
     finish(runtime, *in);
     const auto expected = sent_by(previous);
@@ -315,10 +371,10 @@ TEST_P(CommunicatorSuite, SubgroupsAreWorldsOfTheirOwn) {
       for (const int member : world_ranks) {
         inputs.push_back(make_values(at::kFloat, m * numel, 6, member));
       }
-      const at::Tensor input = inputs[group.rank()].clone();
-      const at::Tensor sum = inputs[group.rank()].clone();
-      const at::Tensor output = at::empty({numel});
-      const at::Tensor gathered = at::empty({m * numel});
+      const at::Tensor input = here(runtime, inputs[group.rank()]);
+      const at::Tensor sum = here(runtime, inputs[group.rank()]);
+      const at::Tensor output = empty_here(runtime, numel, at::kFloat);
+      const at::Tensor gathered = empty_here(runtime, m * numel, at::kFloat);
       begin(runtime, *stream);
       group.reduce_scatter(output, input, ReduceOp::avg(), *stream);
       group.all_reduce(sum, ReduceOp::sum(), *stream);
@@ -326,9 +382,9 @@ TEST_P(CommunicatorSuite, SubgroupsAreWorldsOfTheirOwn) {
       finish(runtime, *stream);
       group.barrier();
       // avg divides by the size of the group, not of the world.
-      expect_bits(gathered, reduced(runtime, ReduceOp::avg(), inputs, 0, m * numel),
-                  fmt::format("{} of {} ranks", group.name(), m));
-      expect_bits(sum, reduced(runtime, ReduceOp::sum(), inputs, 0, m * numel), group.name());
+      expect_reduced(runtime, exact(), gathered, ReduceOp::avg(), inputs, 0, m * numel,
+                     fmt::format("{} of {} ranks", group.name(), m));
+      expect_reduced(runtime, exact(), sum, ReduceOp::sum(), inputs, 0, m * numel, group.name());
     };
 
     // Two interleaved halves at once.
@@ -367,7 +423,8 @@ TEST_P(CommunicatorSuite, GroupsOfTheSameRanksDoNotPairUp) {
     const CommunicatorPtr second = runtime.world()->subgroup(everybody, "same");
     const auto a = runtime.create_stream("a", StreamPriority::kNormal);
     const auto b = runtime.create_stream("b", StreamPriority::kNormal);
-    const at::Tensor x = at::full({3}, 1.0), y = at::full({3}, 100.0);
+    const at::Tensor x = here(runtime, at::full({3}, 1.0));
+    const at::Tensor y = here(runtime, at::full({3}, 100.0));
     begin(runtime, *a);
     begin(runtime, *b);
     const bool other_order = runtime.rank() % 2 == 1;
@@ -394,7 +451,7 @@ TEST_P(CommunicatorSuite, OperationsOfDifferentGroupsNeedNoCommonOrder) {
                                       runtime.world()->subgroup(row, "row")};
     for (const int i : {0, 1}) {
       const CommunicatorPtr& group = groups[rank == 1 ? 1 - i : i];
-      const at::Tensor value = at::full({2}, 1.0 + rank);
+      const at::Tensor value = here(runtime, at::full({2}, 1.0 + rank));
       group->all_reduce(value, ReduceOp::sum(), runtime.compute_stream());
       runtime.compute_stream().synchronize();
       int expected = group->size();
@@ -408,11 +465,11 @@ TEST_P(CommunicatorSuite, AStreamRunsItsWorkInOrder) {
   run([&](Runtime& runtime) {
     const int rank = runtime.rank();
     const auto stream = runtime.create_stream("work", StreamPriority::kNormal);
-    const at::Tensor source = at::full({4}, 1.0 + rank);
-    const at::Tensor buffer = at::zeros({4 * size()});
+    const at::Tensor source = here(runtime, at::full({4}, 1.0 + rank));
+    const at::Tensor buffer = here(runtime, at::zeros({4 * size()}));
     const at::Tensor slot = buffer.narrow(0, rank * 4, 4);
-    const at::Tensor result = at::zeros({4 * size()});
-    const at::Tensor sum = at::zeros({});
+    const at::Tensor result = here(runtime, at::zeros({4 * size()}));
+    const at::Tensor sum = here(runtime, at::zeros({}));
     std::vector<int> order;
     begin(runtime, *stream);
     // As FSDP does: copy in, gather, copy out; then a reduction of what came out.
@@ -443,12 +500,13 @@ TEST_P(CommunicatorSuite, AStreamWaitsForAnothersEvent) {
   run([&](Runtime& runtime) {
     const auto first = runtime.create_stream("first", StreamPriority::kNormal);
     const auto second = runtime.create_stream("second", StreamPriority::kNormal);
-    const at::Tensor tensor = at::full({1000}, 1.0);
+    const at::Tensor tensor = here(runtime, at::full({1000}, 1.0));
     begin(runtime, *first);
     runtime.world()->all_reduce(tensor, ReduceOp::sum(), *first);
     const EventPtr reduced_event = first->record();
     // Behind the event on the first stream; the second must not wait for it.
-    const at::Tensor later = at::zeros({1});
+    const at::Tensor later = here(runtime, at::zeros({1}));
+    begin(runtime, *first);
     runtime.world()->all_reduce(later, ReduceOp::sum(), *first);
     second->wait(reduced_event);
     second->wait(nullptr);
@@ -472,12 +530,11 @@ TEST_P(CommunicatorSuite, OperationsOnSeveralStreamsMayEndInAnyOrder) {
     const auto b = runtime.create_stream("b", StreamPriority::kNormal);
     std::vector<at::Tensor> gathered;
     std::vector<EventPtr> events;
-    begin(runtime, *a);
-    begin(runtime, *b);
     for (int i = 0; i < 6; ++i) {
       Stream& stream = i % 2 == 0 ? *a : *b;
-      const at::Tensor output = at::zeros({n * 50});
-      const at::Tensor input = at::full({50}, 10.0 * i + rank);
+      const at::Tensor output = here(runtime, at::zeros({n * 50}));
+      const at::Tensor input = here(runtime, at::full({50}, 10.0 * i + rank));
+      begin(runtime, stream);
       // The closure owns the output; the input is dropped here and must live on.
       runtime.world()->all_gather_into(output, input, stream);
       stream.run([output] { output.add_(0.5); });
@@ -499,8 +556,8 @@ TEST_P(CommunicatorSuite, RanksMayWaitForStreamsInDifferentOrders) {
     const auto a = runtime.create_stream("a", StreamPriority::kNormal);
     const auto b = runtime.create_stream("b", StreamPriority::kNormal);
     for (int round = 0; round < 3; ++round) {
-      const at::Tensor x = at::full({100}, 1.0);
-      const at::Tensor y = at::full({100}, 2.0);
+      const at::Tensor x = here(runtime, at::full({100}, 1.0));
+      const at::Tensor y = here(runtime, at::full({100}, 2.0));
       begin(runtime, *a);
       begin(runtime, *b);
       for (int i = 0; i < 3; ++i) {
@@ -523,7 +580,7 @@ TEST_P(CommunicatorSuite, RanksMayWaitForStreamsInDifferentOrders) {
 TEST_P(CommunicatorSuite, OperationsOnTheComputeStreamAreDoneInProgramOrder) {
   run([&](Runtime& runtime) {
     Stream& compute = runtime.compute_stream();
-    const at::Tensor tensor = at::full({3}, 1.0 + runtime.rank());
+    const at::Tensor tensor = here(runtime, at::full({3}, 1.0 + runtime.rank()));
     runtime.world()->all_reduce(tensor, ReduceOp::max(), compute);
     compute.synchronize();
     EXPECT_EQ(tensor[0].item<float>(), static_cast<float>(size()));
@@ -536,7 +593,7 @@ TEST_P(CommunicatorSuite, OperationsOnTheComputeStreamAreDoneInProgramOrder) {
 TEST_P(CommunicatorSuite, AnErrorInAClosureIsThrownToWhoeverWaitsForIt) {
   run([&](Runtime& runtime) {
     const auto stream = runtime.create_stream("work", StreamPriority::kNormal);
-    const at::Tensor tensor = at::full({3}, 1.0);
+    const at::Tensor tensor = here(runtime, at::full({3}, 1.0));
     begin(runtime, *stream);
     runtime.world()->all_reduce(tensor, ReduceOp::sum(), *stream);
     const auto queue_and_wait = [&] {
@@ -551,11 +608,11 @@ TEST_P(CommunicatorSuite, AnErrorInAClosureIsThrownToWhoeverWaitsForIt) {
 TEST_P(CommunicatorSuite, ARefusedCallLeavesTheGroupUsable) {
   run([&](Runtime& runtime) {
     const auto stream = runtime.create_stream("work", StreamPriority::kNormal);
-    const at::Tensor tensor = at::full({3}, 1.0);
+    const at::Tensor tensor = here(runtime, at::full({3}, 1.0));
+    const at::Tensor too_large = here(runtime, at::zeros({3 * size() + 1}));
     const uint64_t before = runtime.world()->sequence();
     EXPECT_THROW(runtime.world()->broadcast(tensor, size(), *stream), c10::Error);
-    EXPECT_THROW(runtime.world()->all_gather_into(at::zeros({3 * size() + 1}), tensor, *stream),
-                 c10::Error);
+    EXPECT_THROW(runtime.world()->all_gather_into(too_large, tensor, *stream), c10::Error);
     EXPECT_EQ(runtime.world()->sequence(), before);
     begin(runtime, *stream);
     runtime.world()->all_reduce(tensor, ReduceOp::sum(), *stream);

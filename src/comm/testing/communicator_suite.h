@@ -17,6 +17,9 @@ struct WorldRunner {
   std::string name;
   /// Runs `fn` on `n` ranks and returns when all have; throws what a rank throws.
   std::function<void(int n, const std::function<void(Runtime&)>& fn)> run;
+  /// Whether reductions of more than one rank have the very bits of the order that the runtime
+  /// names. Else they must be as near to them as the roundings of another order allow.
+  bool exact = true;
 };
 
 struct SuiteParam {
@@ -34,6 +37,7 @@ std::string suite_param_name(const ::testing::TestParamInfo<SuiteParam>& info);
 class CommunicatorSuite : public ::testing::TestWithParam<SuiteParam> {
  protected:
   int size() const { return GetParam().size; }
+  bool exact() const { return GetParam().runner.exact || size() == 1; }
   /// Runs `fn` on every rank of the world.
   void run(const std::function<void(Runtime&)>& fn) const { GetParam().runner.run(size(), fn); }
 };
