@@ -36,7 +36,10 @@ WHEEL_TAGS = [
     "--implementation=cp",
     "--python-version=3.11",
     "--abi=cp311",
-] + ["--platform=manylinux%s_x86_64" % glibc for glibc in ("2014", "_2_17", "_2_25", "_2_27", "_2_28")]
+]
+WHEEL_TAGS += [
+    "--platform=manylinux%s_x86_64" % glibc for glibc in ("2014", "_2_17", "_2_25", "_2_27", "_2_28")
+]
 # include/ carries other projects' headers too (fmt, protobuf), which would shadow Debian's.
 HEADERS = ["ATen", "c10", "caffe2", "torch"]
 LIBRARIES = ["libtorch_cpu.so", "libc10.so", "libgomp.so.1", "libcudart.so.13", "libcupti.so.13"]
@@ -94,7 +97,7 @@ def loaded_with(library, folders=()):
         text=True,
         env=environment,
     )
-    wrong = re.search(r"\S+ => not found|(undefined symbol|symbol lookup error): \S+", done.stdout)
+    wrong = re.search(r"\S+ => not found|undefined symbol: [^\s,]+", done.stdout)
     if done.returncode != 0 or wrong:
         said = wrong.group(0) if wrong else done.stdout.strip().split("\n")[-1].strip()
         raise Failure("%s cannot be loaded: %s" % (library, said))
@@ -216,10 +219,10 @@ def fetch_wheels(root, wheels, wanted):
 
 
 def fetch(root, what, gigabytes, free_gib, say, fill):
-    """Makes the folder `root` out of what `fill` writes into a folder beside it: whole, or not at all.
+    """Makes the folder `root` of what `fill` writes into a folder beside it: whole, or not at all.
 
-    `what` and `gigabytes` tell the user what is fetched; `free_gib` must be free on the disk. `fill`
-    raises a Failure when something is missing. The caller holds the lock.
+    `what` and `gigabytes` tell the user what is fetched; `free_gib` must be free on the disk.
+    `fill` raises a Failure when something is missing. The caller holds the lock.
     """
     if platform.machine() != "x86_64":
         raise Failure(
@@ -286,26 +289,29 @@ def find(say):
     return describe(root)
 
 
-def run(finder):
-    """Writes what `finder` finds to the file that is the first argument, if there is one."""
+def run(finder, name):
+    """Writes what `finder` finds to the file that is the first argument, if there is one.
+
+    Errors bear the `name` of what is looked for.
+    """
     try:
         found = finder(lambda message: sys.stderr.write(message + "\n"))
     except Failure as failure:
-        sys.exit("LibTorch: %s" % failure)
+        sys.exit("%s: %s" % (name, failure))
     except OSError as error:
         where = " (%s)" % error.filename if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         why = "no space left on device" if full else error.strerror or error
-        sys.exit("LibTorch: %s%s" % (why, where))
+        sys.exit("%s: %s%s" % (name, why, where))
     except KeyboardInterrupt:
-        sys.exit("LibTorch: interrupted")
+        sys.exit("%s: interrupted" % name)
     if len(sys.argv) > 1:
         with open(sys.argv[1], "w") as file:
             json.dump(found, file)
 
 
 def main():
-    run(find)
+    run(find, "LibTorch")
 
 
 if __name__ == "__main__":

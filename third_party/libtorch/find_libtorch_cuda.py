@@ -5,12 +5,13 @@ when it is given. LIBTORCH_CPU is the libtorch_cpu.so that the build links, by d
 find_libtorch.py: the CUDA part is taken from the same LibTorch, or there is an error.
 
 Looked for in this order:
-1. LibTorch's CUDA part: in the LibTorch that the build links ($LIBTORCH_PATH, or a Python torch); in a
-   Python torch 2.11 that this python3 would import, if its CPU part is the same to the byte.
+1. LibTorch's CUDA part: in the LibTorch that the build links ($LIBTORCH_PATH, or a Python torch);
+   in a Python torch 2.11 that this python3 would import, if its CPU part is the same to the byte.
 2. All else: in the nvidia packages beside that Python torch; in the CUDA toolkit ($CUDA_HOME, else
    /usr/local/cuda); NCCL also in the system's folders.
-3. What is in none of them: in pip's wheels (wheels_cuda.txt), the needed parts of which are unpacked
-   into ~/.cache/ppfsdp once. With $LIBTORCH_PATH nothing is fetched: what is missing is an error.
+3. What is in none of them: in pip's wheels (wheels_cuda.txt), the needed parts of which are
+   unpacked into ~/.cache/ppfsdp once. With $LIBTORCH_PATH nothing is fetched: what is missing is an
+   error.
 
 Errors, and processes that run this at once: as in find_libtorch.py.
 """
@@ -30,7 +31,7 @@ from find_libtorch import Failure
 
 WHEELS = os.path.join(find_libtorch.HERE, "wheels_cuda.txt")
 # What the wheels hold; a LibTorch that is given or installed may be one for another.
-CUDA_MAJOR = "13"
+CUDA_MAJOR = 13
 NCCL_NEEDED = (2, 28)
 # Tensors on a GPU come with the first, their linear algebra with the second: each registers itself
 # when it is loaded, so that both are loaded though nothing of the second is called by name.
@@ -86,35 +87,12 @@ PARTS = [
 # The largest wheel, which pip may hold twice while it is unpacked.
 WHEEL_MEGABYTES = 2 * 540
 
-# Folders that are searched in turn.
-Places = collections.namedtuple("Places", "libraries headers")
+# Folders that are searched in turn, and why others are not, for the error when nothing is found.
+Places = collections.namedtuple("Places", "libraries headers passed")
 
 
 def folders(root, names):
     return [path for path in (os.path.join(root, name) for name in names) if os.path.isdir(path)]
-
-
-def toolkit():
-    """The folders of the CUDA toolkit; none when there is no toolkit."""
-    given = os.environ.get("CUDA_HOME", "")
-    root = os.path.abspath(given or TOOLKIT)
-    target = "targets/x86_64-linux/"
-    found = Places(
-        folders(root, ["lib64", "lib", target + "lib"]),
-        folders(root, ["include", "include/cccl", target + "include", target + "include/cccl"]),
-    )
-    if given and cuda_of(found.headers) is None:
-        raise Failure("CUDA_HOME: %s is not a CUDA toolkit: it has no include/cuda.h" % root)
-    return found
-
-
-def packages_beside(torch):
-    """The folders of the nvidia packages that pip installs with the Python torch in `torch`."""
-    nvidia = os.path.join(os.path.dirname(torch), "nvidia")
-    return Places(
-        sorted(glob.glob(os.path.join(nvidia, "*", "lib"))),
-        sorted(glob.glob(os.path.join(nvidia, "*", "include"))),
-    )
 
 
 def first(name, searched):
@@ -139,6 +117,52 @@ def cuda_of(searched):
     header = first("cuda.h", searched)
     code = defined(header, ["CUDA_VERSION"]) if header else None
     return (code[0] // 1000, code[0] % 1000 // 10) if code else None
+
+
+def of_major(major, libraries, headers):
+    """These folders without those whose headers are of another major version of CUDA."""
+    versions = {folder: cuda_of([folder]) for folder in headers}
+    other = [folder for folder, version in versions.items() if version and version[0] != major]
+    return Places(
+        libraries,
+        [folder for folder in headers if folder not in other],
+        ["%s is CUDA %s" % (folder, dotted(versions[folder])) for folder in other],
+    )
+
+
+def toolkit(major, say):
+    """The folders of the CUDA toolkit; none when there is none of the version `major`."""
+    given = os.environ.get("CUDA_HOME", "")
+    root = os.path.abspath(given or TOOLKIT)
+    target = "targets/x86_64-linux/"
+    libraries = folders(root, ["lib64", "lib", target + "lib"])
+    found = of_major(
+        major,
+        libraries,
+        folders(root, ["include", "include/cccl", target + "include", target + "include/cccl"]),
+    )
+    # A toolkit for running programs has no headers.
+    if not found.passed and first("libcudart.so.%d" % major, libraries):
+        return found
+    if given and not found.passed:
+        raise Failure(
+            "CUDA_HOME: %s is not a CUDA toolkit %d: it has no libcudart.so.%d"
+            % (root, major, major)
+        )
+    # A library of another CUDA may bear the same name, such as libcudnn.so.9.
+    if given:
+        say("CUDA_HOME is not used: %s, and %d is needed" % (found.passed[0], major))
+    return Places([], [], found.passed)
+
+
+def packages_beside(torch, major):
+    """The folders of the nvidia packages that pip installs with the Python torch in `torch`."""
+    nvidia = os.path.join(os.path.dirname(torch), "nvidia")
+    return of_major(
+        major,
+        sorted(glob.glob(os.path.join(nvidia, "*", "lib"))),
+        sorted(glob.glob(os.path.join(nvidia, "*", "include"))),
+    )
 
 
 def nccl_of_header(header):
@@ -168,48 +192,45 @@ def cuda_needed(root):
     found = re.search(r"libcudart\S*\.so\.(\d+)", done.stdout)
     if not found:
         said = done.stdout.strip().split("\n")[-1].strip()
-        raise Failure("%s needs no libcudart.so, so that its CUDA is not known: %s" % (library, said))
-    return found.group(1)
+        raise Failure(
+            "%s needs no libcudart.so, so that its CUDA is not known: %s" % (library, said)
+        )
+    return int(found.group(1))
+
+
+def nccl_header(searched):
+    """(the first nccl.h in `searched` that is new enough, or None; what is wrong with others)"""
+    passed = []
+    for header in (first("nccl.h", [folder]) for folder in searched):
+        version = nccl_of_header(header) if header else None
+        if version and version >= NCCL_NEEDED:
+            return header, passed
+        if header:
+            passed.append("%s is NCCL %s" % (header, dotted(version)))
+    return None, passed
 
 
 def headers_of(places, major):
-    """The headers to present: those of CUDA and those of NCCL, each {name in include/: path}.
-
-    Folders with another major version of CUDA than `major`, or with an NCCL older than is needed, are
-    passed over, and named in the Failure when there is no other.
-    """
-    passed, searched = [], []
-    for folder in places.headers:
-        version = cuda_of([folder])
-        if version and str(version[0]) != major:
-            passed.append("%s is CUDA %s" % (folder, dotted(version)))
-        else:
-            searched.append(folder)
+    """The headers to present: those of CUDA and those of NCCL, each {name in the folder: path}."""
+    names = [name for part in PARTS for name in part.headers if name != "nccl.h"]
+    # Those of one release where one folder has them all: the nvidia packages lack some.
+    ordered = sorted(
+        places.headers, key=lambda folder: not all(first(name, [folder]) for name in names)
+    )
     found = {}
-    for part in PARTS:
-        for name in part.headers:
-            if name != "nccl.h":
-                found[name] = first(name, searched)
-    nccl = None
-    for folder in dict.fromkeys(searched + SYSTEM_HEADERS):
-        header = first("nccl.h", [folder])
-        version = nccl_of_header(header) if header else None
-        if version and version >= NCCL_NEEDED:
-            nccl = header
-            break
-        if header:
-            passed.append("%s is NCCL %s" % (header, dotted(version)))
-    missing = [name for name, path in found.items() if path is None]
-    if missing or not nccl:
-        raise Failure(
-            "no header %s in %s%s; set CUDA_HOME to a CUDA toolkit %s%s"
-            % (
-                missing[0] if missing else "nccl.h of NCCL %s or later" % dotted(NCCL_NEEDED),
-                ", ".join(searched + ([] if missing else SYSTEM_HEADERS)) or "any folder",
-                " (%s)" % ", ".join(passed) if passed else "",
-                major,
-                "" if missing else ", or install NCCL",
+    for name in names:
+        found[name] = first(name, ordered)
+        if found[name] is None:
+            raise Failure(
+                "no header %s in %s%s; set CUDA_HOME to a CUDA toolkit %d"
+                % (name, listed(places.headers), because(places.passed), major)
             )
+    searched = places.headers + SYSTEM_HEADERS
+    nccl, passed = nccl_header(searched)
+    if nccl is None:
+        raise Failure(
+            "no header nccl.h in %s%s; install NCCL %s or later"
+            % (listed(searched), because(passed), dotted(NCCL_NEEDED))
         )
     main = os.path.dirname(found["cuda_runtime_api.h"])
     cuda = {
@@ -223,22 +244,22 @@ def headers_of(places, major):
     return cuda, {"nccl.h": nccl}
 
 
+def listed(searched):
+    return ", ".join(searched) or "any folder"
+
+
+def because(passed):
+    return " (%s)" % ", ".join(passed) if passed else ""
+
+
 def provided(part, places):
     """Whether all files of `part` are in `places`."""
-    nccl = first("libnccl.so.2", places.libraries)
-    if "libnccl.so.2" in part.libraries and nccl and (nccl_of_library(nccl) or ()) < NCCL_NEEDED:
-        return False
     if not all(first(name, places.libraries) for name in part.libraries):
         return False
-    if not part.headers:
-        return True
     if "nccl.h" in part.headers:
-        headers = [first("nccl.h", [folder]) for folder in places.headers]
-        return any(header and (nccl_of_header(header) or ()) >= NCCL_NEEDED for header in headers)
-    searched = [
-        folder for folder in places.headers if (cuda_of([folder]) or (13,))[0] == int(CUDA_MAJOR)
-    ]
-    return all(first(name, searched) for name in part.headers)
+        version = nccl_of_library(first("libnccl.so.2", places.libraries))
+        return bool(version and version >= NCCL_NEEDED and nccl_header(places.headers)[0])
+    return all(first(name, places.headers) for name in part.headers)
 
 
 def describe(libtorch, cuda, places):
@@ -257,14 +278,14 @@ def describe(libtorch, cuda, places):
     if nccl is None:
         raise Failure(
             "no libnccl.so.2 in %s: install NCCL %s or later"
-            % (", ".join(searched + SYSTEM_LIBRARIES), dotted(NCCL_NEEDED))
+            % (listed(searched + SYSTEM_LIBRARIES), dotted(NCCL_NEEDED))
         )
     version, declared = nccl_of_library(nccl), nccl_of_header(nccl_headers["nccl.h"])
     if version is None or version < NCCL_NEEDED:
         raise Failure(
             "%s is NCCL %s; %s or later is needed" % (nccl, dotted(version), dotted(NCCL_NEEDED))
         )
-    if declared > version:
+    if declared[:2] > version[:2]:
         raise Failure(
             "%s declares NCCL %s, but %s is NCCL %s: they must be of one release"
             % (nccl_headers["nccl.h"], dotted(declared), nccl, dotted(version))
@@ -334,11 +355,11 @@ def same_libtorch(one, other):
 
 
 def cuda_part_of(libtorch, fetched, say):
-    """The folder with the CUDA part of `libtorch`, which is linked; None when it is to be fetched."""
+    """The folder with the CUDA part of `libtorch`, which is linked; None when it must be fetched."""
     if has_cuda(libtorch):
         return libtorch
     if os.environ.get("LIBTORCH_PATH", ""):
-        raise Failure("%s is a LibTorch without CUDA: it has no lib/libtorch_cuda.so" % libtorch)
+        raise Failure("it is a LibTorch without CUDA: %s/lib has no libtorch_cuda.so" % libtorch)
     installed = find_libtorch.installed_torch()
     if installed and os.path.realpath(installed) != libtorch:
         if has_cuda(installed) and same_libtorch(libtorch, installed):
@@ -347,8 +368,9 @@ def cuda_part_of(libtorch, fetched, say):
         say("The installed Python torch is not used: %s %s" % (installed, why))
     if libtorch != os.path.realpath(fetched):
         raise Failure(
-            "%s, which the build links, is a LibTorch without CUDA: set LIBTORCH_PATH to a LibTorch %s"
-            " with CUDA, or run with a PATH whose python3 has no torch" % (libtorch, find_libtorch.VERSION)
+            "%s, which the build links, is a LibTorch without CUDA: set LIBTORCH_PATH to a LibTorch"
+            " %s with CUDA, or run with a PATH whose python3 has no torch"
+            % (libtorch, find_libtorch.VERSION)
         )
     return None
 
@@ -358,16 +380,17 @@ def find_beside(libtorch, say):
     libtorch = os.path.realpath(libtorch)
     cache = find_libtorch.cache_dir()
     cuda = cuda_part_of(libtorch, os.path.join(cache, "libtorch-" + find_libtorch.VERSION), say)
-    places = toolkit()
+    major = cuda_needed(cuda) if cuda else CUDA_MAJOR
+    places = toolkit(major, say)
     if cuda:
-        beside = packages_beside(cuda)
+        beside = packages_beside(cuda, major)
         places = Places(
             [os.path.join(cuda, "lib")] + beside.libraries + places.libraries,
             beside.headers + places.headers,
+            beside.passed + places.passed,
         )
     missing = [part for part in PARTS if not provided(part, places)]
-    given = cuda and (os.environ.get("LIBTORCH_PATH", "") or cuda_needed(cuda) != CUDA_MAJOR)
-    if given or not missing:
+    if cuda and (os.environ.get("LIBTORCH_PATH", "") or major != CUDA_MAJOR or not missing):
         return describe(libtorch, cuda, places)
     root = os.path.join(cache, "libtorch-%s-cuda" % find_libtorch.VERSION)
     with find_libtorch.locked(root + ".lock", say):
@@ -385,6 +408,7 @@ def find_beside(libtorch, say):
     places = Places(
         [os.path.join(root, "lib")] + places.libraries,
         [os.path.join(root, "include")] + places.headers,
+        places.passed,
     )
     return describe(libtorch, cuda or root, places)
 
@@ -397,8 +421,8 @@ def find(say):
     try:
         return find_beside(libtorch, say)
     except Failure as failure:
-        raise Failure("with CUDA: %s" % failure)
+        raise Failure(("LIBTORCH_PATH: %s" if os.environ.get("LIBTORCH_PATH") else "%s") % failure)
 
 
 if __name__ == "__main__":
-    find_libtorch.run(find)
+    find_libtorch.run(find, "LibTorch with CUDA")
