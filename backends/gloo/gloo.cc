@@ -1,22 +1,19 @@
 #include "backends/gloo/gloo.h"
 
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
-#include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <numeric>
+#include <optional>
 #include <utility>
-#include <vector>
 
 #include "backends/gloo/collectives.h"
 #include "backends/gloo/communicator.h"
 #include "backends/gloo/group.h"
 #include "backends/gloo/streams.h"
+#include "backends/start/launcher.h"
 
 namespace ppfsdp::gloo {
 namespace {
@@ -83,33 +80,16 @@ class GlooRuntime final : public comm::Runtime {
   ComputeStream compute_;
 };
 
-/// The value of an environment variable that must hold an integer in [low, high].
-int integer_variable(const char* name, int low, int high, const char* meaning) {
-  const char* text = std::getenv(name);
-  TORCH_CHECK(text != nullptr && *text != '\0', "environment variable ", name,
-              " is not set; it is ", meaning, ", as torchrun sets it");
-  int value = 0;
-  const auto [end, error] = std::from_chars(text, text + std::strlen(text), value);
-  TORCH_CHECK(error == std::errc() && *end == '\0' && low <= value && value <= high,
-              "environment variable ", name, " must be an integer in [", low, ", ", high, "] (",
-              meaning, "), got '", text, "'");
-  return value;
-}
-
 }  // namespace
 
 GlooOptions GlooOptions::from_environment() {
-  constexpr int kMaxWorld = 65536;
+  const std::optional<start::Launched> launched =
+      start::read_launcher(start::process_environment());
+  TORCH_CHECK(launched,
+              "environment variable WORLD_SIZE is not set; it is the number of ranks, as "
+              "torchrun sets it");
   GlooOptions options;
-  options.world_size = integer_variable("WORLD_SIZE", 1, kMaxWorld, "the number of ranks");
-  options.rank = integer_variable("RANK", 0, options.world_size - 1, "this process's rank");
-  const char* address = std::getenv("MASTER_ADDR");
-  TORCH_CHECK(address != nullptr && *address != '\0',
-              "environment variable MASTER_ADDR is not set; it is the host name or address of rank "
-              "0's machine, as torchrun sets it");
-  options.master_addr = address;
-  options.master_port =
-      integer_variable("MASTER_PORT", 1, 65535, "a free port of rank 0's machine");
+  options.take(*launched);
   return options;
 }
 

@@ -15,8 +15,8 @@ struct GlooOptions : start::MeetingOptions {
   /// on every rank, that says which rank differs; of the others it is a timeout. Nothing is
   /// transferred between calls that do not match, checked or not.
   uint64_t checked = 256;
-  /// From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them; an error names the
-  /// variable that is missing or wrong, and what would be right.
+  /// From the variables of the launcher that started this process (see start::read_launcher); an
+  /// error names the variable that is missing or wrong, and what would be right.
   static GlooOptions from_environment();
 };
 

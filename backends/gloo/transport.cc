@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/start/address.h"
 #include "backends/start/meeting.h"
 #include "src/comm/communicator.h"
 #include "src/comm/text.h"

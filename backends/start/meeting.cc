@@ -1,24 +1,19 @@
 #include "backends/start/meeting.h"
 
-#include <arpa/inet.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
+#include <future>
 #include <memory>
+#include <optional>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
-#include <vector>
 
+#include "backends/start/address.h"
 #include "src/comm/communicator.h"
 #include "src/comm/text.h"
 
@@ -28,187 +23,232 @@ namespace {
 using comm::CommError;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-class Socket {
- public:
-  explicit Socket(int fd) : fd_(fd) {}
-  ~Socket() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  Socket(const Socket&) = delete;
-  Socket& operator=(const Socket&) = delete;
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
+/// How long rank 0 stays for the others, and they for a verdict that is being written.
+constexpr milliseconds kGrace{2000};
+/// How long rank 0 looks for the address of its own machine.
+constexpr milliseconds kOwnName{30000};
 
- private:
-  int fd_;
-};
+// What the store holds. A rank writes its own hashes and facts; everything else is counted or
+// written once, by whoever is first.
+constexpr const char* kWorld = "world";      ///< "SIZE RANK": the world as the first rank knows it
+constexpr const char* kArrived = "arrived";  ///< processes that have come
+constexpr const char* kReady = "ready";      ///< ranks that have written what they have to say
+constexpr const char* kLate = "late";        ///< ranks whose time is up
+constexpr const char* kVerdict = "verdict";  ///< kAgreed, or what is wrong
+constexpr const char* kHeard = "heard";      ///< processes that have read the verdict
+constexpr const char* kAgreed = "agreed";
 
-using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+std::string rank_key(int rank) { return fmt::format("rank/{}", rank); }
+std::string hashes_key(int rank) { return fmt::format("hashes/{}", rank); }
+std::string facts_key(int rank) { return fmt::format("facts/{}", rank); }
+
+std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 std::string where(const MeetingOptions& options) {
   return fmt::format("{}:{}", options.master_addr, options.master_port);
 }
 
-/// The addresses of the master, in the order in which the system prefers them.
-Addresses resolve(const MeetingOptions& options) {
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  const std::string port = std::to_string(options.master_port);
-  const int error = getaddrinfo(options.master_addr.c_str(), port.c_str(), &hints, &found);
-  if (error != 0) {
-    throw CommError(fmt::format("rendezvous: MASTER_ADDR '{}' has no address: {}",
-                                options.master_addr, gai_strerror(error)));
-  }
-  return Addresses(found, &freeaddrinfo);
+milliseconds left_until(Clock::time_point deadline) {
+  const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
+  return std::max(left, milliseconds(1));
 }
 
-std::string numeric(const addrinfo& address) {
-  char host[NI_MAXHOST];
-  const int error = getnameinfo(address.ai_addr, address.ai_addrlen, host, sizeof(host), nullptr, 0,
-                                NI_NUMERICHOST);
-  return error == 0 ? host : std::string();
-}
-
-/// Opens master_port: on the loopback interface alone when that is what master_addr names, else on
-/// all, since master_addr may be an address that only other machines see.
-int listen_at(const MeetingOptions& options, const std::string& address) {
-  const bool loopback = is_loopback(address);
-  const bool v6 = address.find(':') != std::string::npos;
-  sockaddr_in6 name6{};
-  name6.sin6_family = AF_INET6;
-  name6.sin6_port = htons(static_cast<uint16_t>(options.master_port));
-  name6.sin6_addr = loopback ? in6addr_loopback : in6addr_any;
-  sockaddr_in name4{};
-  name4.sin_family = AF_INET;
-  name4.sin_port = name6.sin6_port;
-  name4.sin_addr.s_addr = htonl(INADDR_ANY);
-  if (loopback && !v6) inet_pton(AF_INET, address.c_str(), &name4.sin_addr);
-
-  Socket socket(::socket(v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const int on = 1;
-  // A world that has just ended leaves connections in TIME_WAIT, which do not take the port.
-  ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  const auto* name = v6 ? reinterpret_cast<sockaddr*>(&name6) : reinterpret_cast<sockaddr*>(&name4);
-  const socklen_t length = v6 ? sizeof(name6) : sizeof(name4);
-  if (socket.get() < 0 || ::bind(socket.get(), name, length) != 0 ||
-      ::listen(socket.get(), SOMAXCONN) != 0) {
-    const int error = errno;
-    if (error == EADDRINUSE) {
-      throw CommError(fmt::format(
-          "rendezvous: port {} of {} is in use by another process; set MASTER_PORT to a free port",
-          options.master_port, options.master_addr));
+/// Opens the store. c10d waits without end for a greeting from what listens there, and what listens
+/// may be anything: it waits on a thread of its own, which is left behind if that does not come.
+StorePtr open_store(const MeetingOptions& options, const std::string& address, int listen_fd,
+                    Clock::time_point deadline) {
+  c10d::TCPStoreOptions settings;
+  settings.port = static_cast<uint16_t>(options.master_port);
+  settings.isServer = listen_fd >= 0;
+  if (listen_fd >= 0) settings.masterListenFd = listen_fd;
+  settings.waitWorkers = false;
+  settings.timeout = left_until(deadline);
+  auto promise = std::make_shared<std::promise<StorePtr>>();
+  std::future<StorePtr> opened = promise->get_future();
+  std::thread([promise, settings, address] {
+    try {
+      promise->set_value(c10::make_intrusive<c10d::TCPStore>(address, settings));
+    } catch (...) {
+      promise->set_exception(std::current_exception());
     }
+  }).detach();
+  // The store has its own deadline for all but that greeting: let it say what is wrong.
+  if (opened.wait_until(deadline + kGrace / 4) != std::future_status::ready) {
+    throw CommError(fmt::format(
+        "rendezvous: what listens at {} did not answer rank {} of {} as rank 0 does within {}; is "
+        "the port another program's? set MASTER_PORT to a free one",
+        where(options), options.rank, options.world_size, comm::seconds(options.timeout)));
+  }
+  const StorePtr store = opened.get();
+  store->setTimeout(options.timeout);
+  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("ppfsdp/{}", options.attempt), store);
+}
+
+/// What ranks tell each other through the store.
+class Agreement {
+ public:
+  Agreement(const MeetingOptions& options, c10d::Store& store) : options_(options), store_(store) {}
+
+  /// Returns once all are here and agree; throws the verdict on every rank if not.
+  void reach(Clock::time_point deadline) {
+    const std::string verdict = verdict_by(deadline);
+    store_.add(kHeard, 1);
+    if (verdict == kAgreed) return;
+    if (options_.rank == 0 && !options_.store_served) wait_for_readers();
+    throw CommError(fmt::format("rendezvous at {}: {}", where(options_), verdict));
+  }
+
+  /// Tells all that another process came as this rank; whether they are still to be told.
+  bool tell_of_twin() { return give(twin()) != kAgreed; }
+
+  std::string twin() const {
+    return fmt::format(
+        "two processes came as rank {} of {}; start each rank once, and give each run a "
+        "MASTER_PORT "
+        "of its own",
+        options_.rank, options_.world_size);
+  }
+
+ private:
+  /// Gives a verdict, unless there is one; returns the one that holds.
+  std::string give(const std::string& verdict) {
+    return text_of(store_.compareSet(kVerdict, {}, bytes_of(verdict)));
+  }
+
+  std::string verdict_by(Clock::time_point deadline) {
+    if (const std::optional<std::string> fault = join()) {
+      const std::string verdict = give(*fault);
+      // The world is complete without this process, which must not be in it.
+      return verdict == kAgreed ? *fault : verdict;
+    }
+    if (store_.add(kReady, 1) == options_.world_size) return give(judge());
+    try {
+      store_.wait({kVerdict}, left_until(deadline));
+    } catch (const c10::DistStoreError&) {
+      // The time is up. Whoever is first to find so says who is missing, to all.
+      if (store_.add(kLate, 1) == 1) return give(who_is_missing());
+      store_.wait({kVerdict}, kGrace);
+    }
+    return text_of(store_.get(kVerdict));
+  }
+
+  /// Says that this rank is here, and what it has to say. Returns a fault of the world's that shows
+  /// at once.
+  std::optional<std::string> join() {
+    store_.add(kArrived, 1);
+    const std::string mine = fmt::format("{} {}", options_.world_size, options_.rank);
+    const std::string first = text_of(store_.compareSet(kWorld, {}, bytes_of(mine)));
+    const size_t space = first.find(' ');
+    if (first.substr(0, space) != std::to_string(options_.world_size)) {
+      return fmt::format("rank {} was given a world of {} ranks, rank {} one of {}", options_.rank,
+                         options_.world_size, first.substr(space + 1), first.substr(0, space));
+    }
+    if (store_.add(rank_key(options_.rank), 1) != 1) return twin();
+    store_.multiSet({hashes_key(options_.rank), facts_key(options_.rank)},
+                    {encode_hashes(options_.facts), encode_facts(options_.facts)});
+    return std::nullopt;
+  }
+
+  /// The verdict on what all ranks have said.
+  std::string judge() {
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < options_.world_size; ++rank) keys.push_back(hashes_key(rank));
+    const std::optional<Difference> difference = find_difference(store_.multiGet(keys));
+    if (!difference) return kAgreed;
+    std::vector<std::vector<Fact>> facts;
+    for (const std::vector<int>& group : difference->groups) {
+      if (facts.size() == kShownGroups) break;
+      facts.push_back(decode_facts(store_.get(facts_key(group[0]))));
+    }
+    return describe(*difference, facts);
+  }
+
+  /// "2 of 4 ranks came within 5 s; missing: 1, 3".
+  std::string who_is_missing() {
+    std::vector<int> missing;
+    for (int rank = 0; rank < options_.world_size; ++rank) {
+      if (!store_.check({hashes_key(rank)})) missing.push_back(rank);
+    }
+    const size_t came = options_.world_size - missing.size();
+    if (missing.empty()) {
+      return fmt::format("all {} ranks came, but the last ended before it compared them", came);
+    }
+    return fmt::format("{} of {} ranks came within {}; missing: {}", came, options_.world_size,
+                       comm::seconds(options_.timeout), list_ranks(missing));
+  }
+
+  void wait_for_readers() {
+    const Clock::time_point deadline = Clock::now() + kGrace;
+    while (store_.add(kHeard, 0) < store_.add(kArrived, 0) && Clock::now() < deadline) {
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+  }
+
+  const MeetingOptions& options_;
+  c10d::Store& store_;
+};
+
+/// Rank 0's socket. When the port is taken it may be by another rank 0 of this world.
+int open_port(const MeetingOptions& options, const std::string& address) {
+  const int listener = listen_at(address, options.master_port);
+  if (listener >= 0) return listener;
+  const int error = errno;
+  if (error != EADDRINUSE) {
     throw CommError(fmt::format("rendezvous: rank 0 cannot listen at {}: {}", where(options),
                                 std::strerror(error)));
   }
-  return socket.release();
-}
-
-/// Whether somebody accepts connections there now.
-bool listens(const addrinfo& address) {
-  const Socket socket(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (socket.get() < 0) return false;
-  if (::connect(socket.get(), address.ai_addr, address.ai_addrlen) == 0) return true;
-  if (errno != EINPROGRESS) return false;
-  pollfd wanted{socket.get(), POLLOUT, 0};
-  if (::poll(&wanted, 1, /*timeout=*/1000) != 1) return false;
-  int error = 0;
-  socklen_t length = sizeof(error);
-  ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-  return error == 0;
-}
-
-/// The address at which rank 0 listens, as soon as it does.
-std::string find_listener(const MeetingOptions& options, const addrinfo* addresses,
-                          Clock::time_point deadline) {
-  for (milliseconds pause{2};; pause = std::min(pause * 2, milliseconds(100))) {
-    for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
-      if (listens(*address)) return numeric(*address);
-    }
-    if (Clock::now() + pause > deadline) {
-      throw CommError(fmt::format(
-          "rendezvous: rank {} of {} found nobody listening at {} within {}: rank 0 did not come",
-          options.rank, options.world_size, where(options), comm::seconds(options.timeout)));
-    }
-    std::this_thread::sleep_for(pause);
-  }
-}
-
-std::string key_of(int rank) { return fmt::format("ppfsdp/rank/{}", rank); }
-constexpr const char* kCount = "ppfsdp/count";
-constexpr const char* kAll = "ppfsdp/all";
-constexpr const char* kWorld = "ppfsdp/world";
-
-/// Says that this rank is here, and that it is the last if it is.
-void join(const MeetingOptions& options, c10d::Store& store) {
-  const std::string world = std::to_string(options.world_size);
-  const std::vector<uint8_t> mine(world.begin(), world.end());
-  const std::vector<uint8_t> agreed = store.compareSet(kWorld, {}, mine);
-  if (agreed != mine) {
-    throw CommError(fmt::format(
-        "rendezvous at {}: rank {} was given a world of {} ranks, an earlier rank one of {}",
-        where(options), options.rank, world, std::string(agreed.begin(), agreed.end())));
-  }
-  if (store.add(key_of(options.rank), 1) != 1) {
-    throw CommError(fmt::format("rendezvous at {}: two processes came as rank {} of {}",
-                                where(options), options.rank, options.world_size));
-  }
-  if (store.add(kCount, 1) == options.world_size) store.set(kAll, std::vector<uint8_t>{1});
-}
-
-/// "2 of 4 ranks came within 5 s; missing: 1, 3".
-std::string who_is_missing(const MeetingOptions& options, c10d::Store& store) {
-  std::vector<int> missing;
-  for (int rank = 0; rank < options.world_size; ++rank) {
-    if (!store.check({key_of(rank)})) missing.push_back(rank);
-  }
-  return fmt::format("{} of {} ranks came within {}; missing: {}",
-                     options.world_size - missing.size(), options.world_size,
-                     comm::seconds(options.timeout), fmt::join(missing, ", "));
-}
-
-void wait_for_all(const MeetingOptions& options, c10d::Store& store, Clock::time_point deadline) {
-  const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
+  std::string twin;
   try {
-    store.wait({kAll}, std::max(left, milliseconds(1)));
-  } catch (const c10::DistStoreError&) {
-    // The time is up: say who is missing below. When rank 0 has given up, the store is gone too,
-    // and that throws something else.
-    throw CommError(
-        fmt::format("rendezvous at {}: {}", where(options), who_is_missing(options, store)));
+    const Clock::time_point deadline = Clock::now() + std::min(options.timeout, kGrace / 2);
+    const StorePtr store = open_store(options, address, /*listen_fd=*/-1, deadline);
+    Agreement agreement(options, *store);
+    if (agreement.tell_of_twin()) twin = agreement.twin();
+  } catch (const std::exception&) {
+    // It is no rank 0 that listens there.
   }
+  if (!twin.empty()) throw CommError(fmt::format("rendezvous at {}: {}", where(options), twin));
+  throw CommError(fmt::format(
+      "rendezvous: port {} of {} is in use by another process; set MASTER_PORT to a free port",
+      options.master_port, options.master_addr));
 }
 
 }  // namespace
 
-bool is_loopback(const std::string& address) {
-  return address.starts_with("127.") || address == "::1" || address.starts_with("::ffff:127.");
+void MeetingOptions::take(const Launched& launched) {
+  rank = launched.rank;
+  world_size = launched.world_size;
+  master_addr = launched.master_addr;
+  master_port = launched.master_port;
+  store_served = launched.store_served;
+  attempt = launched.attempt;
 }
 
 Meeting meet(const MeetingOptions& options) {
   const Clock::time_point deadline = Clock::now() + options.timeout;
-  const Addresses addresses = resolve(options);
-  c10d::TCPStoreOptions settings;
-  settings.port = static_cast<uint16_t>(options.master_port);
-  settings.isServer = options.rank == 0;
-  settings.waitWorkers = false;
-  settings.timeout = options.timeout;
-
+  const bool serves = options.rank == 0 && !options.store_served;
+  const Addresses addresses =
+      resolve(options.master_addr, options.master_port,
+              serves ? std::min(deadline, Clock::now() + kOwnName) : deadline);
   Meeting meeting;
-  if (options.rank == 0) {
+  int listener = -1;
+  if (serves) {
     meeting.address = numeric(*addresses);
-    settings.masterListenFd =
-        options.listen_fd >= 0 ? options.listen_fd : listen_at(options, meeting.address);
+    listener = options.listen_fd >= 0 ? options.listen_fd : open_port(options, meeting.address);
   } else {
-    meeting.address = find_listener(options, addresses.get(), deadline);
+    meeting.address = find_listener(addresses.get(), deadline);
+    if (meeting.address.empty()) {
+      throw CommError(fmt::format(
+          "rendezvous: rank {} of {} found nobody listening at {} within {}: {} did not come",
+          options.rank, options.world_size, where(options), comm::seconds(options.timeout),
+          options.store_served ? "the launcher's store" : "rank 0"));
+    }
   }
   try {
-    meeting.store = c10::make_intrusive<c10d::TCPStore>(meeting.address, settings);
-    join(options, *meeting.store);
-    wait_for_all(options, *meeting.store, deadline);
+    meeting.store = open_store(options, meeting.address, listener, deadline);
+    Agreement(options, *meeting.store).reach(deadline);
   } catch (const CommError&) {
     throw;
   } catch (const std::exception& error) {

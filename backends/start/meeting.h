@@ -5,6 +5,10 @@
 #include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "backends/start/agreement.h"
+#include "backends/start/launcher.h"
 
 namespace ppfsdp::start {
 
@@ -18,22 +22,37 @@ struct MeetingOptions {
   /// Rank 0 only: a listening socket on master_port to take over, so that whoever picks a free port
   /// keeps it; -1: rank 0 opens it.
   int listen_fd = -1;
+  /// Whether somebody else already serves a c10d store at the address, so that rank 0 does not.
+  bool store_served = false;
+  /// Ranks of another attempt in such a store do not meet this one's.
+  int attempt = 0;
+  /// What must be equal on all ranks, most telling first.
+  std::vector<Fact> facts;
+
+  /// Takes rank, world and address from what the launcher said.
+  void take(const Launched& launched);
 };
 
 /// The store that all ranks share once they have met.
 struct Meeting {
+  /// Keys are this attempt's own.
   c10::intrusive_ptr<c10d::Store> store;
   /// master_addr as an IP address.
   std::string address;
 };
 
-/// Rank 0 opens master_port and the others come to it. Returns when all ranks of the world are
-/// here. CommError when the port is taken, nobody listens at the address or a rank does not come
-/// within the timeout, when two processes have one rank, or when ranks differ about the world's
-/// size.
+/// Rank 0 opens master_port and the others come to it. Returns when all ranks of the world are here
+/// and agree in `facts`.
+///
+/// CommError, one line, when the port is taken, nobody (or somebody else's program) listens at the
+/// address, or the world is found to be at fault, which then all ranks hear that have come: a rank
+/// does not come within the timeout of the first to wait (the text names those missing), two
+/// processes have one rank, ranks were told different world sizes, or a fact differs (the text has
+/// its name, its values and the ranks that have each). Rank 0 stays until the others have heard, at
+/// most two seconds.
+///
+/// A rank makes a fixed number of calls to the store. The last to come compares all ranks' hashes
+/// of the facts (8 bytes each, in one call) and fetches values only where they differ.
 Meeting meet(const MeetingOptions& options);
-
-/// Whether an IP address is of the loopback interface.
-bool is_loopback(const std::string& address);
 
 }  // namespace ppfsdp::start
