@@ -1,10 +1,12 @@
-"""Counts the test cases of a `bazel test` run and prints one closing line: N passed, N failed.
+"""Counts the test cases of `bazel test` runs and prints one closing line: N passed, N failed.
 
-Usage: count_tests.py EVENTS EXIT_CODE. EVENTS is what --build_event_json_file wrote, EXIT_CODE what
-Bazel ended with. Cases are those of each target's test.xml, cached results included. A target that
-failed without a failed case (a crash, a time-out, no XML) or that was not built counts as one failed
-case, and a run that failed otherwise (a build file that cannot be read) as one more. Targets that
-failed are named above the closing line. Exit code 1 when anything failed.
+Usage: count_tests.py (NAME EVENTS EXIT_CODE)... For each run, NAME stands before what it reports,
+EVENTS is what --build_event_json_file wrote, EXIT_CODE what Bazel ended with. Cases are those of
+each target's test.xml, cached results included. A target that failed without a failed case (a crash,
+a time-out, no XML) or that was not built counts as one failed case, and a run that failed otherwise
+(a build file that cannot be read, no events at all) as one more. Tests that the build leaves out,
+and tests for a GPU that were only built, count as nothing. Targets that failed are named above the
+closing line. Exit code 1 when anything failed.
 """
 
 import json
@@ -31,8 +33,8 @@ def cases_of(path):
 
 
 def read_events(lines):
-    """({target: {shard: (status, path of test.xml)}}, test targets without a result)."""
-    results, expected = {}, set()
+    """({target: {shard: (status, path of test.xml)}}, test targets that lack a result)."""
+    results, expected, for_gpu, may_lack = {}, set(), set(), set()
     for line in lines:
         try:
             event = json.loads(line)
@@ -40,7 +42,15 @@ def read_events(lines):
             continue  # Bazel was ended while it wrote this line.
         identity = event.get("id", {})
         if "targetConfigured" in identity and "testSize" in event.get("configured", {}):
-            expected.add(identity["targetConfigured"]["label"])
+            label = identity["targetConfigured"]["label"]
+            expected.add(label)
+            if "gpu" in event["configured"].get("tag", []):
+                for_gpu.add(label)
+        if "targetCompleted" in identity:
+            label = identity["targetCompleted"]["label"]
+            built = event.get("completed", {}).get("success", False)
+            if (built and label in for_gpu) or event.get("aborted", {}).get("reason") == "SKIPPED":
+                may_lack.add(label)
         if "testResult" in identity and "testResult" in event:
             of = identity["testResult"]
             outputs = event["testResult"].get("testActionOutput", [])
@@ -49,7 +59,7 @@ def read_events(lines):
             # Attempts of one shard follow each other; the last one decides.
             shards = results.setdefault(of["label"], {})
             shards[of.get("run", 1), of.get("shard", 1)] = (event["testResult"]["status"], path)
-    return results, sorted(expected - set(results))
+    return results, sorted(expected - may_lack - set(results))
 
 
 def count(lines, exit_code):
@@ -74,12 +84,23 @@ def count(lines, exit_code):
     return total, wrong
 
 
+def count_runs(runs):
+    """(passed, failed, skipped) over `runs`, each (name, path of events, exit code); what failed."""
+    total, wrong = [0, 0, 0], []
+    for name, path, exit_code in runs:
+        try:
+            with open(path) as events:
+                cases, of_run = count(events, int(exit_code))
+        except OSError:
+            cases, of_run = count([], int(exit_code) or 1)
+        total = [a + b for a, b in zip(total, cases)]
+        wrong += ["%s: %s" % (name, line) for line in of_run]
+    return total, wrong
+
+
 def main():
-    try:
-        with open(sys.argv[1]) as events:
-            (passed, failed, skipped), wrong = count(events, int(sys.argv[2]))
-    except OSError as error:
-        (passed, failed, skipped), wrong = (0, 1, 0), [str(error)]
+    arguments = sys.argv[1:]
+    (passed, failed, skipped), wrong = count_runs(zip(*(arguments[i::3] for i in range(3))))
     for line in wrong:
         print(line)
     print("%d passed, %d failed%s" % (passed, failed, ", %d skipped" % skipped if skipped else ""))

@@ -34,9 +34,14 @@ class CountTests(unittest.TestCase):
         self.folder = folder.name
         self.events = []
 
-    def configured(self, label, size="SMALL"):
+    def configured(self, label, size="SMALL", tags=()):
         event = {"targetKind": "cc_test rule", "testSize": size} if size else {"targetKind": "x"}
+        if tags:
+            event["tag"] = list(tags)
         self.events.append({"id": {"targetConfigured": {"label": label}}, "configured": event})
+
+    def completed(self, label, **outcome):
+        self.events.append({"id": {"targetCompleted": {"label": label}}, **outcome})
 
     def result(self, label, status, xml, shard=1, attempt=1):
         path = os.path.join(self.folder, "%d of %s.xml" % (len(self.events), label.strip("/:")))
@@ -97,6 +102,45 @@ class CountTests(unittest.TestCase):
         self.configured("//broken")
         self.configured("//library", size=None)
         self.assertEqual(self.count(1), ([1, 1, 0], ["//broken: not run, its build failed"]))
+
+    # CI would demand a GPU, or not see that what needs one no longer compiles.
+    def test_tests_for_a_gpu_need_only_be_built(self):
+        self.target("//b", "PASSED", PASSED)
+        for label in ("//gpu:built", "//gpu:broken", "//gpu:run", "//cpu:not_run"):
+            self.configured(label, tags=["gpu"] if "gpu" in label else ["other"])
+        self.completed("//gpu:built", completed={"success": True})
+        self.completed("//gpu:broken", completed={"failureDetail": {}})
+        self.completed("//gpu:run", completed={"success": True})
+        self.result("//gpu:run", "PASSED", PASSED)
+        self.completed("//cpu:not_run", completed={"success": True})
+        not_run = "not run, its build failed"
+        wrong = ["//cpu:not_run: " + not_run, "//gpu:broken: " + not_run]
+        self.assertEqual(self.count(1), ([2, 2, 0], wrong))
+
+    # Each test that needs --config=cuda would fail the CPU run.
+    def test_a_test_that_the_build_leaves_out_is_not_counted(self):
+        self.target("//b", "PASSED", PASSED)
+        self.configured("//cuda")
+        self.completed("//cuda", aborted={"reason": "SKIPPED"})
+        self.configured("//not_analysed")
+        self.completed("//not_analysed", aborted={"reason": "ANALYSIS_FAILURE"})
+        wrong = ["//not_analysed: not run, its build failed"]
+        self.assertEqual(self.count(1), ([1, 1, 0], wrong))
+
+    # The second run would hide the first one's failures, or one that did not start would not count.
+    def test_runs_add_up(self):
+        self.target("//b", "FAILED", GOOGLE_TEST)
+        path = os.path.join(self.folder, "events")
+        with open(path, "w") as file:
+            file.write("\n".join(json.dumps(event) for event in self.events))
+        missing = os.path.join(self.folder, "missing")
+        self.assertEqual(
+            count_tests.count_runs([("cpu", path, "3"), ("cuda", path, "3"), ("x", missing, "0")]),
+            (
+                [2, 3, 2],
+                ["cpu: //b: FAILED", "cuda: //b: FAILED", "x: bazel ended with exit code 1"],
+            ),
+        )
 
     # A broken library or BUILD file that no test uses would pass unseen.
     def test_a_run_that_failed_otherwise_is_one_failed_case(self):
