@@ -205,7 +205,7 @@ at::Tensor Communicator::all_gather(const at::Tensor& input, Stream& stream,
 }
 
 at::Tensor Communicator::do_all_gather(const at::Tensor& input, Stream& stream) {
-  const at::Tensor output = do_allocate(size() * input.numel(), input.scalar_type(), stream);
+  const at::Tensor output = stream.empty({size() * input.numel()}, input.options());
   do_all_gather_into(output, input, stream);
   return output;
 }

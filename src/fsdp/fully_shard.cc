@@ -190,6 +190,11 @@ void FSDPModule::set_reshard_after_backward(bool reshard_after_backward, bool re
   });
 }
 
+void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
+  for_each_group(*state_, /*recurse=*/false,
+                 [&](FSDPParamGroup& group) { group.set_uses_group_memory(enable); });
+}
+
 void FSDPModule::unshard() { state_->unshard(); }
 
 void FSDPModule::reshard() { state_->reshard(); }

@@ -56,6 +56,11 @@ class FSDPModule {
   void set_is_last_backward(bool is_last_backward);
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
+  /// Whether this module's own all-gather and reduce-scatter use memory that the communicator makes
+  /// (Communicator::allocate), from which NCCL copies without staging: the gathered buffer, in
+  /// which the shards are gathered in place, and the reduce-scatter's input and output. The
+  /// gradients lie in that output. False by default; not recursive; changes no value.
+  void set_allocate_memory_from_process_group_for_comm(bool enable);
   /// Gathers this module's own parameters now, or frees them; not recursive.
   void unshard();
   void reshard();

@@ -67,14 +67,16 @@ FSDPParamGroup::FSDPParamGroup(std::vector<FSDPParam> params, const FullyShardOp
   shard_parameters(originals);
 }
 
-// The orders that prefetching follows outlive a module that is taken out of the model.
 FSDPParamGroup::~FSDPParamGroup() {
-  if (context_ != nullptr) {
-    for (auto* order :
-         {&context_->forward_order, &context_->running_order, &context_->post_forward_order}) {
-      std::replace(order->begin(), order->end(), this, static_cast<FSDPParamGroup*>(nullptr));
-    }
+  if (context_ == nullptr) {
+    return;
   }
+  // The orders that prefetching follows outlive a module that is taken out of the model.
+  for (auto* order :
+       {&context_->forward_order, &context_->running_order, &context_->post_forward_order}) {
+    std::replace(order->begin(), order->end(), this, static_cast<FSDPParamGroup*>(nullptr));
+  }
+  wait_unless_unwinding([this] { drop_unused_all_gather(); });
 }
 
 void FSDPParamGroup::set_layouts() {
@@ -153,6 +155,8 @@ void FSDPParamGroup::make_unsharded_parameters() {
 
 void FSDPParamGroup::lazy_init(std::shared_ptr<CommContext> context,
                                const std::string& module_fqn) {
+  // Of an earlier root, whose streams go.
+  drop_unused_all_gather();
   context_ = std::move(context);
   module_fqn_ = module_fqn;
   for (FSDPParam& param : params_) {
@@ -192,22 +196,32 @@ int64_t FSDPParamGroup::shard_versions() const {
   return versions;
 }
 
-// Straight into this rank's slot of the all-gather's output: it is then in place.
-at::Tensor FSDPParamGroup::cast_shards(const at::Tensor& output) {
-  const at::Tensor input = output.narrow(0, rank() * gather_layout_.part, gather_layout_.part);
-  if (shard_dtype_ != at::kByte && gather_dtype_ != at::kByte) {
-    context_->copy_in->run([input, shards = flat_shards_] { input.copy_(shards); });
+// The cast goes straight into this rank's slot of the all-gather's output, which is then in place.
+// That output is the copy-in stream's, which writes it first: of the compute stream's memory it
+// would have to wait for what that stream is still computing.
+at::Tensor FSDPParamGroup::gather_copy(const FlatLayout& layout, comm::Communicator& group,
+                                       const at::Tensor& shards) {
+  comm::Stream& copy_in = *context_->copy_in;
+  const int64_t numel = layout.world * layout.part;
+  const at::Tensor output =
+      uses_group_memory_ ? group.allocate(numel, gather_dtype_, copy_in)
+                         : copy_in.empty({numel}, flat_shards_.options().dtype(gather_dtype_));
+  const at::Tensor input = output.narrow(0, group.rank() * layout.part, layout.part);
+  const bool is_cast_by_parameter = !shards.is_same(post_forward_shards_) && casts_ &&
+                                    (shard_dtype_ == at::kByte || gather_dtype_ == at::kByte);
+  if (!is_cast_by_parameter) {
+    copy_in.run([input, shards] { input.copy_(shards); });
   } else {
     for (size_t i = 0; i < params_.size(); ++i) {
-      const at::Tensor chunk =
-          typed_view(input, params_[i].compute_dtype,
-                     gather_layout_.params[i].offset * element_size(gather_dtype_),
-                     dtensor::local_of(params_[i].sharded).sizes());
-      context_->copy_in->run([chunk, shard = local_view(i)] { chunk.copy_(shard); });
+      const at::Tensor chunk = typed_view(input, params_[i].compute_dtype,
+                                          layout.params[i].offset * element_size(gather_dtype_),
+                                          dtensor::local_of(params_[i].sharded).sizes());
+      copy_in.run([chunk, shard = local_view(i)] { chunk.copy_(shard); });
     }
   }
-  context_->all_gather->wait(context_->copy_in->record());
-  return input;
+  context_->all_gather->wait(copy_in.record());
+  group.all_gather_into(output, input, *context_->all_gather, label());
+  return output;
 }
 
 void FSDPParamGroup::unshard() {
@@ -241,18 +255,14 @@ void FSDPParamGroup::unshard() {
   }
   const bool from_block = state_ == State::kPostForwardSharded;
   const FlatLayout& layout = from_block ? post_forward_layout_ : gather_layout_;
+  comm::Communicator& group =
+      from_block ? *mesh_->block_communicator(0, layout.world) : communicator();
+  const at::Tensor& shards = from_block ? post_forward_shards_ : flat_shards_;
   comm::Stream& stream = *context_->all_gather;
   const c10::NoGradGuard no_grad;
-  at::Tensor output;
-  if (from_block) {
-    output = mesh_->block_communicator(0, layout.world)
-                 ->all_gather(post_forward_shards_, stream, label());
-  } else if (casts_) {
-    output = at::empty({layout.world * layout.part}, flat_shards_.options().dtype(gather_dtype_));
-    communicator().all_gather_into(output, cast_shards(output), stream, label());
-  } else {
-    output = communicator().all_gather(flat_shards_, stream, label());
-  }
+  const bool copies = uses_group_memory_ || (casts_ && !from_block);
+  const at::Tensor output =
+      copies ? gather_copy(layout, group, shards) : group.all_gather(shards, stream, label());
   pending_ = Pending{output, stream.record(), &layout, versions};
 }
 
@@ -284,8 +294,9 @@ void FSDPParamGroup::wait_for_unshard() {
     for (size_t i = 0; i < params_.size(); ++i) {
       copy_out(*pending.layout, i, pending.output, params_[i].unsharded_flat);
     }
-    // The buffer's memory goes back to the all-gather's streams: they reuse it only after this
-    // copy.
+    // The buffer's memory goes back to the stream that allocated it, copy_in or all_gather, which
+    // may use it again only after this copy. What was gathered, flat_shards_ or
+    // post_forward_shards_, is the compute stream's, which has waited for the all-gather above.
     context_->all_gathers_wait(compute.record());
   } else if (!params_.front().unsharded.defined()) {
     make_unsharded_parameters();
@@ -368,7 +379,9 @@ void FSDPParamGroup::reshard() {
 void FSDPParamGroup::drop_unused_all_gather() {
   if (pending_.has_value()) {
     if (pending_->event != nullptr) {
+      // The shards that it reads are the compute stream's, its output may be the copy-in stream's.
       context_->runtime.compute_stream().wait(pending_->event);
+      context_->copy_in->wait(pending_->event);
     }
     pending_.reset();
   }

@@ -61,6 +61,22 @@ struct FSDPParam {
 ///   sharded
 ///
 /// or, with reshard_after_forward = k, after forward to a shard over k ranks, and from there back.
+///
+/// Memory: on CUDA a tensor's memory is given out again to the stream that allocated it as soon as
+/// the host drops the last reference, and the host runs ahead of all streams. So each buffer is
+/// allocated by the stream that writes it first, and goes only when that stream has waited for the
+/// others that use it, or will have before it writes what it allocates next:
+///
+///   buffer                             of stream        others                 who waits, and
+///   where flat_shards_, post_forward_shards_ compute          copy_in, all_gather wait_for_unshard
+///   gathered, by cast or copy          copy_in          all_gather, compute    wait_for_unshard
+///   gathered, as is                    all_gather       compute                wait_for_unshard
+///   (both kinds when nobody took them) drop_unused_all_gather unsharded_memory_ compute          -
+///   unsharded gradients                compute          -
+///   reduce-scatter's input             compute          reduce_scatter         finish_reduce
+///   reduce-scatter's output, its cast  reduce_scatter   -
+///   sharded gradients (these outputs)  reduce_scatter   compute (optimizer)    reduce_gradients,
+///                                                                              next backward
 class FSDPParamGroup {
  public:
   enum class TrainingState { kIdle, kForward, kPreBackward, kPostBackward };
@@ -107,6 +123,7 @@ class FSDPParamGroup {
   void set_reshard_after_forward(ReshardAfterForward value);
   bool reshard_after_forward_is_unset() const;
   void set_reshard_after_backward(bool value) { reshard_after_backward_ = value; }
+  void set_uses_group_memory(bool value) { uses_group_memory_ = value; }
   const std::vector<FSDPParam>& params() const { return params_; }
   bool is_unsharded() const { return state_ == State::kUnsharded; }
 
@@ -129,7 +146,8 @@ class FSDPParamGroup {
   void lay_out_shards(c10::Device device, bool keep_values);
   void zero_padding() const;
   at::Tensor local_view(size_t index) const;
-  at::Tensor cast_shards(const at::Tensor& output);
+  at::Tensor gather_copy(const FlatLayout& layout, comm::Communicator& group,
+                         const at::Tensor& shards);
   void to_unsharded();
   void to_sharded();
   void to_post_forward_sharded();
@@ -140,7 +158,7 @@ class FSDPParamGroup {
   void keep_gradients();
   void reduce_gradients();
   at::Tensor take_gradient(FSDPParam& param);
-  void add_sharded_gradient(FSDPParam& param, const at::Tensor& local);
+  void add_sharded_gradient(FSDPParam& param, const at::Tensor& local, comm::Stream& stream);
   int64_t shard_versions() const;
   /// Of its collectives, so that ranks whose graphs have parted do not pair up different groups.
   std::string_view label() const {
@@ -182,6 +200,7 @@ class FSDPParamGroup {
   std::optional<Pending> pending_;
   bool reduce_grads_ = true;
   bool reshard_after_backward_ = true;
+  bool uses_group_memory_ = false;
   std::vector<size_t> post_forward_indices_;
 };
 

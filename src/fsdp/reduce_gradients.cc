@@ -1,5 +1,4 @@
 // The backward half of FSDPParamGroup: from unsharded gradients to sharded ones.
-#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
@@ -77,10 +76,16 @@ at::Tensor FSDPParamGroup::take_gradient(FSDPParam& param) {
   return grad;
 }
 
-void FSDPParamGroup::add_sharded_gradient(FSDPParam& param, const at::Tensor& local) {
+void FSDPParamGroup::add_sharded_gradient(FSDPParam& param, const at::Tensor& local,
+                                          comm::Stream& stream) {
   at::Tensor& grad = param.sharded.mutable_grad();
   if (grad.defined()) {
-    context_->reduce_scatter->run([sum = dtensor::local_of(grad), local] { sum.add_(local); });
+    const at::Tensor& sum = dtensor::local_of(grad);
+    stream.run([sum, local] { sum.add_(local); });
+    if (world() > 1) {
+      // The first gradient may be the caller's, made on the compute stream.
+      context_->used_by_reduce.push_back(sum);
+    }
     return;
   }
   grad = dtensor::from_local(local, mesh_, {dtensor::Placement::shard(0)},
@@ -108,12 +113,12 @@ void FSDPParamGroup::reduce_gradients() {
     TORCH_CHECK(param->dtype == dtype, "fully_shard: gradients of one group must have one dtype; '",
                 params.front()->fqn, "' has ", dtype, ", '", param->fqn, "' has ", param->dtype);
   }
+  comm::Stream& compute = context_->runtime.compute_stream();
   if (world() == 1) {
-    context_->reduce_scatter->wait(context_->runtime.compute_stream().record());
+    // Nothing to overlap with: all of it stays on the stream that made the gradients.
     for (size_t i = 0; i < params.size(); ++i) {
-      add_sharded_gradient(*params[i], grads[i].to(reduce_dtype).to(dtype).contiguous());
+      add_sharded_gradient(*params[i], grads[i].to(reduce_dtype).to(dtype).contiguous(), compute);
     }
-    context_->reduce_event = context_->reduce_scatter->record();
     return;
   }
   context_->finish_reduce();
@@ -122,9 +127,11 @@ void FSDPParamGroup::reduce_gradients() {
   for (const FSDPParam* param : params) {
     layout.add(c10::multiply_integers(param->sizes), chunk_numel(param->sizes, world()));
   }
-  comm::Runtime& runtime = context_->runtime;
-  const at::TensorOptions options = flat_shards_.options().dtype(reduce_dtype);
-  const at::Tensor input = at::empty({layout.world * layout.part}, options);
+  const auto buffer = [&](int64_t numel, comm::Stream& stream) {
+    return uses_group_memory_ ? communicator().allocate(numel, reduce_dtype, stream)
+                              : stream.empty({numel}, flat_shards_.options().dtype(reduce_dtype));
+  };
+  const at::Tensor input = buffer(layout.world * layout.part, compute);
   for (size_t i = 0; i < grads.size(); ++i) {
     copy_in(layout, i, grads[i], input);
     grads[i].reset();
@@ -137,8 +144,10 @@ void FSDPParamGroup::reduce_gradients() {
     }
   }
   comm::Stream& stream = *context_->reduce_scatter;
-  at::Tensor output = at::empty({layout.part}, options);
-  stream.wait(runtime.compute_stream().record());
+  // Behind the copies into the input; and behind what still used the sharded gradients of the last
+  // step, in whose memory the output may lie.
+  stream.wait(compute.record());
+  at::Tensor output = buffer(layout.part, stream);
   if (reduce_dtype == at::kHalf) {
     const DivideFactors factors = fp16_divide_factors(world());
     stream.run([input, factors] { input.div_(factors.pre); });
@@ -148,7 +157,7 @@ void FSDPParamGroup::reduce_gradients() {
     communicator().reduce_scatter(output, input, comm::ReduceOp::avg(), stream, name);
   }
   if (reduce_dtype != dtype) {
-    const at::Tensor cast = at::empty({layout.part}, options.dtype(dtype));
+    const at::Tensor cast = stream.empty({layout.part}, flat_shards_.options().dtype(dtype));
     stream.run([cast, output] { cast.copy_(output); });
     output = cast;
   }
@@ -156,9 +165,10 @@ void FSDPParamGroup::reduce_gradients() {
     const at::Tensor& shard = dtensor::local_of(params[i]->sharded);
     add_sharded_gradient(*params[i],
                          output.as_strided(shard.sizes(), shard.strides(),
-                                           output.storage_offset() + layout.params[i].offset));
+                                           output.storage_offset() + layout.params[i].offset),
+                         stream);
   }
-  context_->reduce_input = input;
+  context_->used_by_reduce.push_back(input);
   context_->reduce_event = stream.record();
 }
 

@@ -110,6 +110,7 @@ void FSDPParamGroup::adopt_registered_parameters(const std::string& module_fqn) 
                                          : c10::str("plain tensor of sizes ", now.sizes()),
                 "; copy values into the sharded parameter, or register a DTensor of sizes ",
                 at::IntArrayRef(param.sizes), " in [Shard(0)] on ", mesh_->str());
+    drop_unused_all_gather();
     if (state_ != State::kSharded) {
       to_sharded();
     }

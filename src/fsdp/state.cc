@@ -192,7 +192,9 @@ void FSDPState::begin_forward() {
   root_->forget_failed_backward();
   context_->forward_root = this;
   context_->running_order.clear();
-  // Left over from a forward that an exception ended.
+  // Left over from a forward that an exception ended: all-gathers that other ranks may never join,
+  // so that they are not waited for earlier. If the shards have been written since, their results
+  // are worth nothing; nor is anyone to take them.
   for (const std::weak_ptr<FSDPState>& weak : root_->all_states_) {
     const auto state = weak.lock();
     if (state == nullptr) {
@@ -265,6 +267,14 @@ void FSDPState::post_forward(const nn::Module::TensorRefs& outputs) {
     if (context_->forward_root == this) {
       context_->forward_root = nullptr;
       context_->forward_order = context_->running_order;
+      // What was gathered ahead for a block that did not run. Backward will not need it, and an
+      // optimizer may be the next to write the shards.
+      for (const std::weak_ptr<FSDPState>& weak : root_->all_states_) {
+        const auto state = weak.lock();
+        if (state != nullptr && state->group_ != nullptr) {
+          state->group_->drop_unused_all_gather();
+        }
+      }
     }
   }
   if (options_.mp_policy.output_dtype.has_value()) {

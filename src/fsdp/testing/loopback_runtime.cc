@@ -11,8 +11,6 @@ namespace ppfsdp::fsdp::testing {
 
 namespace {
 
-constexpr int kCompute = 0;
-
 std::vector<int> all_ranks(int n) {
   std::vector<int> ranks(n);
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -27,33 +25,33 @@ class LoopbackStream : public comm::Stream {
       : comm::Stream(name), runtime_(runtime), id_(id) {}
 
   struct LoopbackEvent : comm::Event {
-    explicit LoopbackEvent(LoopbackRuntime::Clock clock) : clock(std::move(clock)) {}
-    void synchronize() override {}
-    LoopbackRuntime::Clock clock;
+    LoopbackEvent(LoopbackRuntime& runtime, StreamMemory::Clock clock)
+        : runtime(runtime), clock(std::move(clock)) {}
+    void synchronize() override { ++runtime.host_waits; }
+    LoopbackRuntime& runtime;
+    StreamMemory::Clock clock;
   };
 
   int id() const { return id_; }
+  // As on CUDA the closure is called, and gone, at once.
   void run(std::function<void()> closure) override {
-    ++clock()[id_];
+    const StreamMemory::On on(runtime_.memory_, id_);
     closure();
   }
+  at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) override {
+    const StreamMemory::On on(runtime_.memory_, id_);
+    return comm::Stream::empty(sizes, options);
+  }
   comm::EventPtr record() override {
-    ++clock()[id_];
-    runtime_.check_buffers();
-    return std::make_shared<LoopbackEvent>(clock());
+    return std::make_shared<LoopbackEvent>(runtime_, runtime_.memory_.record(id_));
   }
   void wait(const comm::EventPtr& event) override {
     if (event == nullptr) return;
-    for (const auto& [stream, time] : static_cast<LoopbackEvent&>(*event).clock) {
-      clock()[stream] = std::max(clock()[stream], time);
-    }
-    if (id_ == kCompute) runtime_.note_visible();
+    runtime_.memory_.wait(id_, static_cast<LoopbackEvent&>(*event).clock);
   }
-  void synchronize() override {}
+  void synchronize() override { ++runtime_.host_waits; }
 
  private:
-  LoopbackRuntime::Clock& clock() { return runtime_.clocks_[id_]; }
-
   LoopbackRuntime& runtime_;
   int id_;
 };
@@ -62,23 +60,42 @@ class LoopbackCommunicator : public comm::Communicator {
  public:
   LoopbackCommunicator(const std::string& name, LoopbackRuntime& runtime, std::vector<int> ranks,
                        int rank)
-      : Communicator(name, std::move(ranks), rank), runtime_(runtime) {}
+      : Communicator(name, std::move(ranks), rank, runtime.device()), runtime_(runtime) {}
 
  protected:
   void do_all_gather_into(const at::Tensor& output, const at::Tensor& input,
                           comm::Stream& stream) override {
-    runtime_.start(true, input, output, stream);
+    const int id = id_of(stream);
+    const StreamMemory::On on(runtime_.memory_, id);
+    runtime_.memory_.access(input, /*writes=*/false);
+    runtime_.memory_.access(output, /*writes=*/true);
     const at::Tensor part = input.clone();
     for (int rank = 0; rank < size(); ++rank) {
       output.narrow(0, rank * part.numel(), part.numel()).copy_(part);
     }
+    runtime_.note_collective(true, input, output, id);
   }
   void do_reduce_scatter(const at::Tensor& output, const at::Tensor& input, const comm::ReduceOp&,
                          comm::Stream& stream) override {
-    runtime_.start(false, output, input, stream);
+    const int id = id_of(stream);
+    const StreamMemory::On on(runtime_.memory_, id);
+    // A backend may overwrite the input.
+    runtime_.memory_.access(input, /*writes=*/true);
+    runtime_.memory_.access(output, /*writes=*/true);
     output.copy_(input.narrow(0, rank() * output.numel(), output.numel()));
+    runtime_.note_collective(false, output, output, id);
   }
-  void do_all_reduce(const at::Tensor&, const comm::ReduceOp&, comm::Stream&) override { refuse(); }
+  void do_all_reduce(const at::Tensor& tensor, const comm::ReduceOp&,
+                     comm::Stream& stream) override {
+    const StreamMemory::On on(runtime_.memory_, id_of(stream));
+    runtime_.memory_.access(tensor, /*writes=*/true);
+  }
+  at::Tensor do_allocate(int64_t numel, at::ScalarType dtype, comm::Stream& stream) override {
+    if (size() > 1) {
+      runtime_.allocations.push_back(std::to_string(numel) + " of " + stream.name());
+    }
+    return Communicator::do_allocate(numel, dtype, stream);
+  }
   void do_broadcast(const at::Tensor&, int, comm::Stream&) override { refuse(); }
   void do_all_to_all(const at::Tensor&, const at::Tensor&, const std::vector<int64_t>&,
                      const std::vector<int64_t>&, comm::Stream&) override {
@@ -95,28 +112,26 @@ class LoopbackCommunicator : public comm::Communicator {
   }
 
  private:
+  static int id_of(comm::Stream& stream) { return dynamic_cast<LoopbackStream&>(stream).id(); }
   static void refuse() { TORCH_CHECK(false, "LoopbackRuntime: fully_shard needs no such call"); }
 
   LoopbackRuntime& runtime_;
 };
 
-LoopbackRuntime::LoopbackRuntime(int rank, int world_size)
+LoopbackRuntime::LoopbackRuntime(int rank, int world_size, c10::Device device)
     : rank_(rank),
       world_size_(world_size),
-      clocks_(1),
-      compute_(std::make_shared<LoopbackStream>("compute", *this, kCompute)),
+      device_(device),
+      compute_(std::make_shared<LoopbackStream>("compute", *this, StreamMemory::kCompute)),
       world_(std::make_shared<LoopbackCommunicator>("world", *this, all_ranks(world_size), rank)) {}
 
 std::shared_ptr<comm::Stream> LoopbackRuntime::create_stream(const std::string& name,
                                                              comm::StreamPriority) {
-  clocks_.emplace_back();
-  return std::make_shared<LoopbackStream>(name, *this, static_cast<int>(clocks_.size()) - 1);
+  return std::make_shared<LoopbackStream>(name, *this, memory_.add_stream(name));
 }
 
-void LoopbackRuntime::write_shards() { shards_written_ = ++clocks_[kCompute][kCompute]; }
-
 bool LoopbackRuntime::is_visible(const Collective& collective) const {
-  const Clock& compute = clocks_[kCompute];
+  const StreamMemory::Clock& compute = memory_.knows(StreamMemory::kCompute);
   const auto found = compute.find(collective.stream);
   return found != compute.end() && found->second >= collective.time;
 }
@@ -142,44 +157,12 @@ int LoopbackRuntime::live_gathers() const {
       }));
 }
 
-void LoopbackRuntime::note_visible() {
-  for (Collective& collective : collectives_) {
-    if (collective.seen == 0 && is_visible(collective)) {
-      collective.seen = ++clocks_[kCompute][kCompute];
-    }
-  }
-}
-
-void LoopbackRuntime::check_buffers() {
-  for (const Collective& collective : collectives_) {
-    if (collective.buffer.expired() && !is_visible(collective)) {
-      faults.push_back("the buffer of a collective of " + std::to_string(collective.numel) +
-                       " elements was freed while it was in flight");
-    }
-  }
-}
-
-void LoopbackRuntime::start(bool is_gather, const at::Tensor& part, const at::Tensor& buffer,
-                            comm::Stream& stream) {
-  check_buffers();
-  const int id = dynamic_cast<LoopbackStream&>(stream).id();
-  Clock& clock = clocks_[id];
-  const std::string name =
-      std::string(is_gather ? "gather " : "reduce ") + std::to_string(part.numel());
-  // A reduction reads what the compute stream has just written, a gather the shards.
-  const int64_t needed = is_gather ? shards_written_ : clocks_[kCompute][kCompute];
-  if (clock[kCompute] < needed) {
-    faults.push_back(name + " does not wait for what it reads");
-  }
-  for (const Collective& earlier : collectives_) {
-    if (is_gather && earlier.is_gather && earlier.buffer.expired() &&
-        clock[kCompute] < earlier.seen) {
-      faults.push_back(name + " may write to memory from which an earlier one is still copied");
-    }
-  }
-  log.push_back(name);
+void LoopbackRuntime::note_collective(bool is_gather, const at::Tensor& part,
+                                      const at::Tensor& buffer, int stream) {
+  log.push_back(std::string(is_gather ? "gather " : "reduce ") + std::to_string(part.numel()));
+  memory_.record(stream);
   collectives_.push_back(
-      {is_gather, part.numel(), id, ++clock[id], 0,
+      {is_gather, part.numel(), stream, memory_.knows(stream).at(stream),
        c10::weak_intrusive_ptr<c10::StorageImpl>(buffer.storage().getWeakStorageImpl())});
 }
 

@@ -3,9 +3,9 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/randint.h>
-#include <ATen/ops/relu.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
@@ -104,7 +104,8 @@ BlockImpl::BlockImpl(int64_t width, int64_t hidden) {
 
 at::Tensor BlockImpl::forward(const at::Tensor& x) {
   on_forward();
-  at::Tensor y = at::linear(at::relu(at::linear(x, w)), v);
+  // Without a slope it is relu, which LibTorch has not for meta tensors.
+  at::Tensor y = at::linear(at::leaky_relu(at::linear(x, w), 0), v);
   on_forward();
   return y;
 }
@@ -132,7 +133,7 @@ NetImpl::Path along(std::vector<int> indices) {
 
 at::Tensor Trial::input(int k) const {
   auto generator = at::detail::createCPUGenerator(100 + 10 * k + rank);
-  return at::randint(-2, 3, {4, kWidth}, generator, at::kDouble);
+  return at::randint(-2, 3, {4, kWidth}, generator, at::kDouble).to(net->scale.device());
 }
 
 at::Tensor Trial::loss(int k) {

@@ -51,7 +51,7 @@ struct Trial {
   /// What the scenario wants compared: equal on each rank to that rank's plain trial.
   std::vector<at::Tensor> seen;
 
-  /// This rank's `k`-th input, [4, kWidth].
+  /// This rank's `k`-th input, [4, kWidth], where the model is.
   at::Tensor input(int k) const;
   /// Loss of the model on that input. Gradients are multiples of 840, so that averages over up to 8
   /// ranks are exact.
