@@ -2,6 +2,7 @@
 
 #include <c10/core/AutogradState.h>
 #include <c10/core/DispatchKeySet.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace ppfsdp::dtensor {
 namespace {
@@ -68,6 +69,11 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& i
   spec_ = source->spec_;
   shares_version_ = false;
   whole_.reset();
+}
+
+const c10::Storage& DTensorImpl::storage() const {
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  return in_backward && !local_.is_cpu() ? local_.storage() : c10::TensorImpl::storage();
 }
 
 void DTensorImpl::release_resources() {

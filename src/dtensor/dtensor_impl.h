@@ -50,6 +50,9 @@ class DTensorImpl final : public c10::TensorImpl {
       c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const override;
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl) override;
   void release_resources() override;
+  /// There is none, and to ask is an error: but on a GPU, within backward, that of the local part.
+  /// Where a gradient goes from one stream to another, LibTorch asks whose memory it is.
+  const c10::Storage& storage() const override;
 
  protected:
   const char* tensorimpl_type_name() const override { return "ppfsdp::dtensor::DTensorImpl"; }

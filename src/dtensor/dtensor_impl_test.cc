@@ -12,6 +12,7 @@
 
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "src/dtensor/dtensor.h"
 #include "src/dtensor/testing.h"
@@ -37,6 +38,55 @@ TEST(DTensorImpl, takes_a_dtensor_for_a_tensor_subclass_on_its_real_device) {
     EXPECT_TRUE(at::isTensorSubclassLike(x));
     EXPECT_EQ(x.device(), at::Device(at::kCPU));
     EXPECT_EQ(x.options().device(), at::Device(at::kCPU));
+  });
+}
+
+/// A tensor that says to be on a GPU, without memory there.
+at::Tensor on_gpu(at::IntArrayRef sizes) {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                                   caffe2::TypeMeta::Make<float>(),
+                                                   at::Device(at::kCUDA, 3));
+  impl->set_sizes_contiguous(sizes);
+  return at::Tensor(std::move(impl));
+}
+
+// The engine takes a gradient's stream and thread from its device, autocast its dtypes from the
+// autocast key of that device; autograd's key is the same for every device, since LibTorch has one
+// set of formulas, which end in our fallback.
+TEST(DTensorImpl, is_where_its_parts_are) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    const at::Tensor x = make_dtensor(
+        on_gpu({2, 3}),
+        make_spec(mesh, {S(0)}, at::IntArrayRef({4, 3}), at::IntArrayRef({3, 1}), at::kFloat));
+    EXPECT_EQ(x.device(), at::Device(at::kCUDA, 3));
+    EXPECT_TRUE(x.is_cuda());
+    EXPECT_FALSE(x.is_meta());
+    EXPECT_EQ(x.options().device(), at::Device(at::kCUDA, 3));
+    EXPECT_TRUE(x.key_set().has(c10::DispatchKey::AutocastCUDA));
+    EXPECT_FALSE(x.key_set().has(c10::DispatchKey::AutocastCPU));
+    EXPECT_EQ(x.key_set().has(c10::DispatchKey::AutogradMeta),
+              sharded_leaf(mesh).key_set().has(c10::DispatchKey::AutogradMeta));
+    EXPECT_TRUE(at::isTensorSubclassLike(x));
+    EXPECT_EQ(x.detach().device(), at::Device(at::kCUDA, 3));
+  });
+}
+
+// Where streams differ, the engine asks a gradient for its memory, and torch::save at any other
+// time, which must not get it.
+TEST(DTensorImpl, has_memory_in_backward_off_the_cpu) {
+  on_mesh({2}, [](const mesh::DeviceMeshPtr& mesh) {
+    at::Tensor x = from_local(at::ones({2, 3}, at::TensorOptions(at::kMeta)), mesh, {S(0)});
+    x.set_requires_grad(true);
+    int calls = 0;
+    x.register_hook([&](const at::Tensor& gradient) {
+      ++calls;
+      EXPECT_FALSE(gradient.has_storage());
+      EXPECT_TRUE(gradient.storage().is_alias_of(local_of(gradient).storage()));
+    });
+    (x * 2).backward(at::ones_like(x));
+    EXPECT_EQ(calls, 1);
+    EXPECT_ANY_THROW(x.storage());
+    EXPECT_ANY_THROW(x.grad().storage());
   });
 }
 

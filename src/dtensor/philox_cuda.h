@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "src/comm/runtime.h"
 #include "src/dtensor/philox.h"
 
 namespace ppfsdp::dtensor {
@@ -15,12 +16,7 @@ struct PhiloxState {
   uint64_t offset = 0;  ///< Generator::get_offset(); a multiple of 4
 };
 
-/// The device's figures that decide which value an element gets: multiProcessorCount and
-/// maxThreadsPerMultiProcessor of its cudaDeviceProp.
-struct PhiloxGrid {
-  int64_t multiprocessors = 0;
-  int64_t threads_per_multiprocessor = 0;
-};
+using PhiloxGrid = comm::DeviceGrid;
 
 /// Where an element's value is in Philox's sequences.
 struct PhiloxPlace {

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "src/dtensor/philox_cuda.h"
 #include "src/dtensor/philox_indexed.h"
 #include "src/dtensor/random.h"
 #include "src/dtensor/random_skip.h"
@@ -107,6 +108,14 @@ class RandomPart::Runs {
   /// Where its first element is in the local tensor, and from there on the others.
   int64_t local() const { return local_; }
   int64_t local_stride() const { return levels_.back().stride; }
+
+  /// How many runs, from this one on, follow each other at one distance; and that distance in the
+  /// whole and in the local tensor.
+  int64_t repeats() const {
+    return index_.empty() ? 1 : levels_[index_.size() - 1].length - index_.back();
+  }
+  int64_t distance() const { return levels_.back().size; }
+  int64_t local_distance() const { return index_.empty() ? 0 : levels_[index_.size() - 1].stride; }
 
   void next() {
     for (size_t k = index_.size(); k-- > 0;) {
@@ -282,7 +291,8 @@ bool RandomPart::is_whole(const at::Tensor& local) const {
   return local.sizes() == c10::IntArrayRef(sizes_) && local.strides() == c10::IntArrayRef(strides_);
 }
 
-void RandomPart::draw(const at::Tensor& local, const RandomOp& op, at::Generator generator) const {
+void RandomPart::draw(const at::Tensor& local, const RandomOp& op, at::Generator generator,
+                      const comm::Runtime& runtime) const {
   if (const std::optional<IndexedDraw> indexed = IndexedDraw::take()) {
     TORCH_CHECK(op.distribution, op.name,
                 ": has no values by element index; end the IndexedRandomGuard's lifetime first, or "
@@ -296,9 +306,10 @@ void RandomPart::draw(const at::Tensor& local, const RandomOp& op, at::Generator
     op.fill(local, generator);
     return;
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      local.is_cpu(), op.name, ": drawing a part of a tensor on ", local.device(),
-      " as one device would draw it is implemented on the CPU; draw under an IndexedRandomGuard");
+  if (!local.is_cpu()) {
+    draw_by_windows(local, op, std::move(generator), runtime.device_grid());
+    return;
+  }
   TORCH_CHECK(generator.device().is_cpu(), op.name,
               ": a tensor on the CPU needs a generator on it, "
               "got one on ",
@@ -313,6 +324,70 @@ void RandomPart::draw(const at::Tensor& local, const RandomOp& op, at::Generator
   to.set_engine(from.engine());
   to.set_next_float_normal_sample(from.next_float_normal_sample());
   to.set_next_double_normal_sample(from.next_double_normal_sample());
+}
+
+void RandomPart::draw_by_windows(const at::Tensor& local, const RandomOp& op,
+                                 at::Generator generator, const comm::DeviceGrid& grid) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      op.distribution && !local.is_complex(), op.name, ": of a ", local.scalar_type(),
+      " tensor a part is drawn on ", local.device(),
+      " for uniform_, normal_, bernoulli_(p), exponential_ and random_ of real numbers alone; draw "
+      "it on the CPU and copy it");
+  TORCH_CHECK(generator.device().type() == local.device().type(), op.name, ": a tensor on ",
+              local.device(), " needs a generator on it, got one on ", generator.device());
+  const PhiloxLayout layout = philox_layout(*op.distribution, local.scalar_type(), numel_, grid);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  const uint64_t offset = generator.get_offset();
+  if (!holds_none_) {
+    Runs runs(*this, local.strides());
+    const int64_t first = runs.begin();
+    int64_t last = 0;
+    for (const Dim& dim : order_) {
+      last = last * dim.size + dim.range.offset + dim.range.length - 1;
+    }
+    // The ops lock the generator that they are given, so they are given a copy.
+    at::Generator copy = generator.clone();
+    const std::vector<PhiloxWindow> windows = layout.windows(first, last + 1 - first, offset);
+    for (size_t i = 0; i < windows.size(); ++i) {
+      const PhiloxWindow& window = windows[i];
+      // A window may be longer than what it holds.
+      const int64_t end = i + 1 < windows.size() ? windows[i + 1].first : last + 1;
+      if (runs.done() || runs.begin() >= end) {
+        continue;  // other ranks' elements
+      }
+      const at::Tensor scratch = at::empty({window.numel}, local.options());
+      copy.set_offset(window.offset);
+      op.fill(scratch, copy);
+      copy_runs(scratch, window.first, end, runs, local);
+    }
+  }
+  generator.set_offset(offset + layout.offset_increment());
+}
+
+/// Copies what the whole has from `first`, where `values` begin, to `end`, and moves on to the run
+/// that has more behind it.
+void RandomPart::copy_runs(const at::Tensor& values, int64_t first, int64_t end, Runs& runs,
+                           const at::Tensor& local) {
+  while (!runs.done() && runs.begin() < end) {
+    const int64_t begin = std::max(runs.begin(), first);
+    const int64_t length = std::min(runs.end(), end) - begin;
+    int64_t count = 1;
+    if (begin == runs.begin() && runs.end() <= end) {
+      // Rows of a part of each row, say, are one strided copy.
+      count = std::min(runs.repeats(), (end - runs.end()) / runs.distance() + 1);
+    }
+    const int64_t to = runs.local() + (begin - runs.begin()) * runs.local_stride();
+    local
+        .as_strided({count, length}, {runs.local_distance(), runs.local_stride()},
+                    local.storage_offset() + to)
+        .copy_(values.as_strided({count, length}, {runs.distance(), 1}, begin - first));
+    if (runs.end() > end) {
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      runs.next();
+    }
+  }
 }
 
 }  // namespace ppfsdp::dtensor

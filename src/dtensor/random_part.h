@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "src/comm/runtime.h"
 #include "src/dtensor/philox.h"
 #include "src/dtensor/placement.h"
 #include "src/mesh/device_mesh.h"
@@ -19,7 +20,7 @@ struct RandomOp {
   const char* name;
   /// Fills a plain tensor of any sizes: ATen's own op, so that the bits are ATen's.
   std::function<void(const at::Tensor& tensor, const at::Generator& generator)> fill;
-  /// What it draws, for IndexedRandomGuard; none if it cannot be drawn by index.
+  /// What it draws, for IndexedRandomGuard and for GPUs; none if it has no values by index.
   std::optional<Distribution> distribution;
 };
 
@@ -48,8 +49,16 @@ class RandomPart {
 
   /// Fills `local`, which has the part's sizes and any strides, as `op` on the whole tensor would.
   /// Locks the generator for the time of the draw, as ATen does. The generator is moved on only
-  /// when all went well.
-  void draw(const at::Tensor& local, const RandomOp& op, at::Generator generator) const;
+  /// when all went well. Of `runtime`, which made the mesh, a GPU's figures are asked for.
+  void draw(const at::Tensor& local, const RandomOp& op, at::Generator generator,
+            const comm::Runtime& runtime) const;
+
+  /// The same for a device with ATen's CUDA kernels, a Philox generator on it, and these figures:
+  /// `op` fills scratch tensors, the windows of PhiloxLayout (philox_cuda.h), and what of them is
+  /// this part's is copied. Uses no more of the device than op.fill does, so that any function of
+  /// the generator's seed and offset can stand in for the kernel.
+  void draw_by_windows(const at::Tensor& local, const RandomOp& op, at::Generator generator,
+                       const comm::DeviceGrid& grid) const;
 
   /// `local` is the whole tensor as it is.
   bool is_whole(const at::Tensor& local) const;
@@ -62,6 +71,9 @@ class RandomPart {
   };
   class Runs;
   class Walk;
+
+  static void copy_runs(const at::Tensor& values, int64_t first, int64_t end, Runs& runs,
+                        const at::Tensor& local);
 
   std::vector<int64_t> sizes_;
   std::vector<int64_t> strides_;

@@ -4,11 +4,14 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ThreadLocalState.h>
 #include <gtest/gtest.h>
 #include <torch/nn/init.h>
 
 #include <functional>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "src/dtensor/dtensor.h"
@@ -323,6 +326,35 @@ TEST(Random, guards_nest) {
     EXPECT_FALSE(at::equal(second, first));
     IndexedRandomGuard later(1, 1);
     EXPECT_EQ(difference(draw(), second), "");
+  });
+}
+
+// Backward of a GPU's graph runs on a thread of LibTorch's, which recomputes there what activation
+// checkpointing dropped: with this thread's state, as a closure that a stream runs later.
+TEST(Random, guards_reach_the_threads_of_backward) {
+  on_mesh({1}, [&](const mesh::DeviceMeshPtr& mesh) {
+    const auto draw = [&] {
+      return full_tensor(distribute_tensor(at::zeros({6}), mesh, {S(0)}).normal_());
+    };
+    at::Tensor first, second;
+    {
+      IndexedRandomGuard indexed(1);
+      first = draw(), second = draw();
+    }
+    std::optional<at::ThreadLocalState> state;
+    {
+      IndexedRandomGuard indexed(1);
+      EXPECT_EQ(difference(draw(), first), "");
+      state.emplace();
+      std::thread([&] {
+        const at::ThreadLocalStateGuard as_the_engine_does(*state);
+        EXPECT_EQ(difference(draw(), second), "");
+      }).join();
+      EXPECT_EQ(indexed.next_draw(), 2u);
+    }
+    // What is still to run with that state draws on, though the guard is gone.
+    const at::ThreadLocalStateGuard later(*state);
+    EXPECT_FALSE(at::equal(draw(), second));
   });
 }
 

@@ -1,5 +1,7 @@
 // Random ops: in place, tensors made like another, and dropout. What they draw:
 // src/dtensor/random.h.
+#include "src/dtensor/random.h"
+
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -10,6 +12,7 @@
 #include <limits>
 #include <utility>
 
+#include "src/comm/runtime.h"
 #include "src/dtensor/random_part.h"
 #include "src/dtensor/rules/pointwise.h"
 
@@ -70,7 +73,8 @@ Rule in_place(const char* name, const Describe& describe) {
                               local.op.callBoxed(&call);
                             },
                             describe(local)};
-          part.draw(arguments.front().toTensor(), op, generator_of(local, generator));
+          part.draw(arguments.front().toTensor(), op, generator_of(local, generator),
+                    local.mesh->runtime());
           local.finish({arguments.front()});
         };
         return plan;
@@ -78,10 +82,19 @@ Rule in_place(const char* name, const Describe& describe) {
       /*reads_arguments=*/false};
 }
 
+/// For ops that are made of uniform draws here and on the CPU, but not on a GPU.
+void check_same_kernel(const char* name, const at::Tensor& local) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      local.is_cpu() || local.is_meta() || IndexedDraw::is_on(), name,
+      ": on a GPU ATen has a kernel of its own for it, whose values a DTensor on ", local.device(),
+      " cannot draw; draw under an IndexedRandomGuard");
+}
+
 /// Fills `self` with draws of 1 with the probabilities `p`, that broadcast to it: LibTorch compares
 /// each with a uniform draw in its precision, float for what is less than double.
 void draw_by_probabilities(const RandomPart& part, const at::Tensor& self, const at::Tensor& p,
-                           const at::Generator& generator) {
+                           const at::Generator& generator, const comm::Runtime& runtime) {
+  check_same_kernel("bernoulli of a tensor of probabilities", self);
   TORCH_CHECK(at::isFloatingType(p.scalar_type()), "bernoulli: the probabilities are ",
               p.scalar_type(), ", have to be of a floating point type");
   if (p.numel() > 0 && !p.is_meta()) {
@@ -98,7 +111,7 @@ void draw_by_probabilities(const RandomPart& part, const at::Tensor& self, const
       {"bernoulli",
        [](const at::Tensor& tensor, const at::Generator& from) { tensor.uniform_(0, 1, from); },
        Uniform{0, 1}},
-      generator);
+      generator, runtime);
   self.copy_(at::lt(uniform, p));
 }
 
@@ -114,7 +127,8 @@ Plan bernoulli_by_tensor(const Call& call) {
   const size_t generator = *call.find("generator");
   plan.local = [part, generator](const LocalCall& local) {
     const at::Tensor self = local.arg(0).toTensor();
-    draw_by_probabilities(part, self, local.arg(1).toTensor(), generator_of(local, generator));
+    draw_by_probabilities(part, self, local.arg(1).toTensor(), generator_of(local, generator),
+                          local.mesh->runtime());
     local.finish({self});
   };
   return plan;
@@ -162,7 +176,7 @@ Rule like(const char* name, const FillLike& fill, const Describe& describe) {
           {name,
            [&](const at::Tensor& tensor, const at::Generator& from) { fill(local, tensor, from); },
            describe(local)},
-          generator_of(local, generator));
+          generator_of(local, generator), local.mesh->runtime());
       local.finish({result});
     };
     return plan;
@@ -178,7 +192,7 @@ Plan bernoulli_of_self(const Call& call) {
   plan.local = [part, generator](const LocalCall& local) {
     const at::Tensor p = local.arg(0).toTensor();
     const at::Tensor result = at::empty_like(p, {}, at::MemoryFormat::Contiguous);
-    draw_by_probabilities(part, result, p, generator_of(local, generator));
+    draw_by_probabilities(part, result, p, generator_of(local, generator), local.mesh->runtime());
     local.finish({result});
   };
   return plan;
@@ -197,6 +211,7 @@ Plan native_dropout(const Call& call) {
       local.finish({input.clone(), at::ones_like(input, at::kBool)});
       return;
     }
+    check_same_kernel("native_dropout", input);
     const at::Tensor mask = at::empty_like(input, at::kBool);
     part.draw(mask,
               {"native_dropout",
@@ -204,7 +219,7 @@ Plan native_dropout(const Call& call) {
                  tensor.bernoulli_(kept, from);
                },
                Bernoulli{kept}},
-              generator_of(local, std::nullopt));
+              generator_of(local, std::nullopt), local.mesh->runtime());
     // Scaled as LibTorch does it: two roundings.
     local.finish({input.mul(mask).mul_(kept == 0 ? 0. : 1. / kept), mask});
   };
