@@ -2,11 +2,11 @@
 
 Usage: count_tests.py (NAME EVENTS EXIT_CODE)... For each run, NAME stands before what it reports,
 EVENTS is what --build_event_json_file wrote, EXIT_CODE what Bazel ended with. Cases are those of
-each target's test.xml, cached results included. A target that failed without a failed case (a crash,
-a time-out, no XML) or that was not built counts as one failed case, and a run that failed otherwise
-(a build file that cannot be read, no events at all) as one more. Tests that the build leaves out,
-and tests for a GPU that were only built, count as nothing. Targets that failed are named above the
-closing line. Exit code 1 when anything failed.
+each target's test.xml, cached results included. A target that failed without a failed case (a
+crash, a time-out, no XML) or that was not built counts as one failed case, and a run that failed
+otherwise (a build file that cannot be read, no events at all) as one more. Tests that the build
+leaves out, and tests for a GPU that were only built, count as nothing. Targets that failed are
+named above the closing line. Exit code 1 when anything failed.
 """
 
 import json
@@ -85,7 +85,7 @@ def count(lines, exit_code):
 
 
 def count_runs(runs):
-    """(passed, failed, skipped) over `runs`, each (name, path of events, exit code); what failed."""
+    """(passed, failed, skipped) over `runs`, each (name, path of events, exit code), and faults."""
     total, wrong = [0, 0, 0], []
     for name, path, exit_code in runs:
         try:

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Runs the CUDA build's ppfsdp where it finds no GPU.
 
-Each test names what would be wrong if it failed. On a machine with GPUs they are hidden, so that the tests are the same there.
+Each test names what would be wrong if it failed. On a machine with GPUs they are hidden, so that
+the tests are the same there.
 """
 
 import os
@@ -21,7 +22,7 @@ SETTINGS = {
     "model.hidden": 32,
     "data.seq_len": 16,
 }
-# What the CPU build prints. Another CPU may add in another order: losses near 6 then differ in their
+# What the CPU build prints. Another CPU may add in another order: losses near 6 then differ in the
 # sixth digit, which moves the fourth one printed behind the point by one at most.
 LOSSES = [6.1219, 5.9526, 6.0188, 5.9042]
 TOLERANCE = 1.5e-4

@@ -37,6 +37,7 @@ TEST(LibTorch, BackwardOfAMatrixProduct) {
 TEST(LibTorch, BackwardOnTwoThreads) {
   std::vector<at::Tensor> grads(2);
   std::vector<std::thread> threads;
+  threads.reserve(grads.size());
   for (int i = 0; i < 2; ++i) {
     threads.emplace_back([i, &grads] {
       at::Tensor a = at::ones({5}).requires_grad_();
