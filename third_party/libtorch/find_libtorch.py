@@ -38,7 +38,8 @@ WHEEL_TAGS = [
     "--abi=cp311",
 ]
 WHEEL_TAGS += [
-    "--platform=manylinux%s_x86_64" % glibc for glibc in ("2014", "_2_17", "_2_25", "_2_27", "_2_28")
+    "--platform=manylinux%s_x86_64" % glibc
+    for glibc in ["2010", "2014"] + ["_2_%d" % minor for minor in range(12, 29)]
 ]
 # include/ carries other projects' headers too (fmt, protobuf), which would shadow Debian's.
 HEADERS = ["ATen", "c10", "caffe2", "torch"]
