@@ -193,6 +193,24 @@ class Folder {
   std::vector<Block> accumulators_;
 };
 
+/// As NCCL reduces: an average is a sum of products with 1 / n (of which NCCL makes a float first,
+/// but for doubles), and a factor is a value of the tensor's dtype.
+template <typename T>
+ReduceOp as_nccl_does(const ReduceOp& op, int n) {
+  if constexpr (std::is_integral_v<T>) {
+    return op;
+  } else {
+    if (op.kind != ReduceOp::Kind::kAvg && op.kind != ReduceOp::Kind::kPremulSum) return op;
+    double factor = op.factor;
+    if (op.kind == ReduceOp::Kind::kAvg) {
+      factor =
+          std::is_same_v<T, double> ? 1.0 / n : static_cast<double>(static_cast<float>(1.0 / n));
+    }
+    using Held = typename Arithmetic<T>::Held;
+    return ReduceOp::premul_sum(Arithmetic<T>::round(static_cast<Held>(factor)));
+  }
+}
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
@@ -222,8 +240,9 @@ void for_each_chunk(int64_t chunk, int64_t begin, int64_t end, const Fn& fn) {
 template <typename T>
 void reduce(ReductionOrder order, const ReduceOp& op, c10::ArrayRef<at::Tensor> inputs,
             int64_t numel, int64_t origin, int64_t begin, int64_t end, T* output) {
-  Folder<T> folder(op, inputs, origin);
-  const int n = folder.size();
+  const int n = static_cast<int>(inputs.size());
+  Folder<T> folder(order == ReductionOrder::kNcclRing ? as_nccl_does<T>(op, n) : op, inputs,
+                   origin);
   switch (order) {
     case ReductionOrder::kRankOrder:
       folder.ring(0, 1, begin, end, output);

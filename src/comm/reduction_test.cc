@@ -56,8 +56,13 @@ at::Tensor literal(ReductionOrder order, const ReduceOp& op, std::vector<at::Ten
                    int64_t chunk) {
   const int n = static_cast<int>(x.size());
   const int64_t numel = x[0].numel();
-  if (op.kind == ReduceOp::Kind::kPremulSum) {
-    for (at::Tensor& value : x) value = value.mul(op.factor);
+  // NCCL averages by products with 1 / n, and has factors in the tensor's dtype.
+  const bool nccl = order == ReductionOrder::kNcclRing;
+  if (op.kind == ReduceOp::Kind::kPremulSum || (nccl && op.kind == ReduceOp::Kind::kAvg)) {
+    at::Tensor factor =
+        at::full({}, op.kind == ReduceOp::Kind::kAvg ? 1.0 / n : op.factor, at::kDouble);
+    if (nccl) factor = factor.to(x[0].scalar_type()).to(at::kDouble);
+    for (at::Tensor& value : x) value = value.mul(factor.item());
   }
   at::Tensor result;
   if (order == ReductionOrder::kTree) {
@@ -76,7 +81,7 @@ at::Tensor literal(ReductionOrder order, const ReduceOp& op, std::vector<at::Ten
     }
     result = parts.empty() ? at::empty_like(x[0]) : at::cat(parts);
   }
-  return op.kind == ReduceOp::Kind::kAvg ? result.div(n) : result.clone();
+  return op.kind == ReduceOp::Kind::kAvg && !nccl ? result.div(n) : result.clone();
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -253,6 +258,16 @@ TEST(ReduceRange, bf16_rounds_after_every_addition) {
   EXPECT_EQ(sum(ReductionOrder::kGlooRing), 258.0f);
 }
 
+TEST(ReduceRange, nccl_has_factors_in_the_dtype) {
+  // 0.3 is 0.30078125 in bf16: 100 * that rounds to 30.125, 100 * 0.3 to 30.
+  const auto x = constants({100}, 1, at::kBFloat16);
+  const auto product = [&](ReductionOrder order) {
+    return reduced(order, ReduceOp::premul_sum(0.3), x, 0, 1)[0].item<float>();
+  };
+  EXPECT_EQ(product(ReductionOrder::kNcclRing), 30.125f);
+  EXPECT_EQ(product(ReductionOrder::kTree), 30.0f);
+}
+
 TEST(ReduceRange, gloo_cuts_by_segments_not_by_ranks) {
   const auto x = constants({1e8, 1, -1e8}, 4, at::kFloat);
   const at::Tensor small = reduced(ReductionOrder::kGlooRing, ReduceOp::sum(), x, 0, 4);
@@ -271,11 +286,13 @@ TEST(ReduceRange, gloo_cuts_by_segments_not_by_ranks) {
   EXPECT_EQ(large[3].item<float>(), 1.0f);
 }
 
-TEST(ReduceRange, avg_divides_the_sum_once) {
+TEST(ReduceRange, avg_divides_the_sum_once_and_for_nccl_multiplies_before) {
   // 3 * (1 / 3) is 1 after rounding, but 5 * (1 / 3) and 5 / 3 differ in the last bit of a float.
   const auto x = constants({5, 0, 0}, 1, at::kFloat);
   for (const ReductionOrder order : kOrders) {
-    EXPECT_EQ(reduced(order, ReduceOp::avg(), x, 0, 1)[0].item<float>(), 5.0f / 3.0f);
+    const bool nccl = order == ReductionOrder::kNcclRing;
+    EXPECT_EQ(reduced(order, ReduceOp::avg(), x, 0, 1)[0].item<float>(),
+              nccl ? 5.0f * (1.0f / 3.0f) : 5.0f / 3.0f);
   }
   ASSERT_NE(5.0f * (1.0f / 3.0f), 5.0f / 3.0f);
 }
