@@ -44,11 +44,12 @@ DataLoader::DataLoader(const Config& config, int64_t vocab)
       data_(open_data(config.data)),
       sampler_(data_.size(), seq_len_, static_cast<uint64_t>(config.training.seed)) {}
 
-Batch DataLoader::batch(int64_t step, const RowRange& rows) const {
-  Batch batch{at::empty({rows.count, seq_len_}, at::kLong),
-              at::empty({rows.count, seq_len_}, at::kLong)};
-  int64_t* tokens = batch.tokens.data_ptr<int64_t>();
-  int64_t* labels = batch.labels.data_ptr<int64_t>();
+Batch DataLoader::batch(int64_t step, const RowRange& rows, c10::Device device) const {
+  // Beside each other, so that one copy takes them to the device.
+  const at::Tensor both = at::empty({2, rows.count, seq_len_},
+                                    at::TensorOptions(at::kLong).pinned_memory(device.is_cuda()));
+  int64_t* tokens = both.mutable_data_ptr<int64_t>();
+  int64_t* labels = tokens + rows.count * seq_len_;
   std::vector<int64_t> window(static_cast<size_t>(seq_len_) + 1);
   for (int64_t row = 0; row < rows.count; ++row) {
     const int64_t offset = sampler_.offset(step * global_batch_ + rows.first + row);
@@ -56,7 +57,8 @@ Batch DataLoader::batch(int64_t step, const RowRange& rows) const {
     std::copy(window.begin(), window.end() - 1, tokens + row * seq_len_);
     std::copy(window.begin() + 1, window.end(), labels + row * seq_len_);
   }
-  return batch;
+  const at::Tensor there = both.to(device, /*non_blocking=*/true);
+  return {there[0], there[1]};
 }
 
 }  // namespace ppfsdp::train

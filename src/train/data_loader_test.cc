@@ -34,6 +34,15 @@ TEST_F(DataLoaderTest, labels_are_the_next_tokens) {
   EXPECT_TRUE(at::equal(batch.labels, batch.tokens.add(31).remainder(251)));
 }
 
+// What a model on another device is given must be there.
+TEST_F(DataLoaderTest, batches_go_to_the_device) {
+  const Batch batch = DataLoader(config(), 256).batch(3, {0, 24}, at::kMeta);
+  EXPECT_TRUE(batch.tokens.is_meta());
+  EXPECT_TRUE(batch.labels.is_meta());
+  EXPECT_EQ(batch.labels.sizes(), (std::vector<int64_t>{24, 8}));
+  EXPECT_TRUE(batch.labels.is_contiguous());
+}
+
 // The ranks' microbatches, put together, are one and the same global batch for every world size and
 // number of microbatches.
 TEST_F(DataLoaderTest, global_batch_does_not_depend_on_the_world) {

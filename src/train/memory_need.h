@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 
+#include "src/comm/runtime.h"
 #include "src/train/config.h"
 
 namespace ppfsdp::train {
@@ -19,5 +20,9 @@ double least_bytes(const Config& config);
 /// bytes of memory that it has; `processes`: how many of a launcher's run on it. (All ranks of the
 /// simulated mesh, and one device, are one process.)
 std::string refuse_memory(const Config& config, double machine, int64_t processes);
+
+/// The same of a rank with a device of its own and its share of the parameters, whatever the
+/// backend's name; empty where ranks compute in the machine's memory.
+std::string refuse_device_memory(const Config& config, const comm::Runtime& runtime);
 
 }  // namespace ppfsdp::train

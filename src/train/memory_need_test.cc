@@ -3,6 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "src/comm/single_runtime.h"
+
 namespace ppfsdp::train {
 namespace {
 
@@ -55,6 +61,37 @@ TEST(MemoryNeed, OfALaunchedWorldIsThisMachinesShare) {
   // Simulated ranks are all in this one process.
   config.communication.backend = "sim";
   EXPECT_NE(refuse_memory(config, need / 4, 2), "");
+}
+
+/// A rank with a GPU of 80 GiB.
+class GpuRuntime : public comm::Runtime {
+ public:
+  int rank() const override { return 0; }
+  int world_size() const override { return 2; }
+  c10::Device device() const override { return c10::Device(c10::kCUDA, 3); }
+  std::string backend() const override { return "fake"; }
+  comm::ReductionOrder reduction_order() const override { return {}; }
+  const comm::CommunicatorPtr& world() override { return world_; }
+  comm::Stream& compute_stream() override { throw std::logic_error("not asked for"); }
+  std::shared_ptr<comm::Stream> create_stream(const std::string&, comm::StreamPriority) override {
+    return nullptr;
+  }
+  comm::MemoryUse memory_use() const override {
+    return {.peak_bytes = 0, .total_bytes = int64_t{80} << 30};
+  }
+
+ private:
+  comm::CommunicatorPtr world_;
+};
+
+// A rank with a GPU needs its own share of that GPU's memory, however much the machine has.
+TEST(MemoryNeed, OfARankWithAGpuIsItsShareOfThatGpu) {
+  const GpuRuntime runtime;
+  EXPECT_EQ(refuse_device_memory(config_of("llama2-7b", "nccl"), runtime), "");
+  EXPECT_THAT(refuse_device_memory(config_of("llama2-13b", "nccl"), runtime),
+              AllOf(HasSubstr("on cuda:3, which has 80.0 GiB"), HasSubstr(", 1 of 2 ranks;"),
+                    HasSubstr("or more devices")));
+  EXPECT_EQ(refuse_device_memory(config_of("llama3-405b"), *comm::make_single_runtime()), "");
 }
 
 // Numbers that no machine has must not wrap round to small ones.

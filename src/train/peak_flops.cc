@@ -6,22 +6,40 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 
 namespace ppfsdp::train {
+namespace {
 
-double measure_peak_flops() {
-  constexpr int64_t kSize = 768;
+/// Of `together` products at a time, after which `wait` returns once they are computed.
+double measure(int64_t size, const at::TensorOptions& options, int together,
+               const std::function<void()>& wait) {
   constexpr int kTimes = 6;
   const at::NoGradGuard no_grad;
-  const at::Tensor a = at::ones({kSize, kSize});
+  const at::Tensor a = at::ones({size, size}, options);
+  wait();
   double best = 1e30;
   for (int i = 0; i < kTimes; ++i) {
     const auto start = std::chrono::steady_clock::now();
-    at::mm(a, a);
+    for (int k = 0; k < together; ++k) at::mm(a, a);
+    wait();
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
     best = std::min(best, taken.count());
   }
-  return 2.0 * kSize * kSize * kSize / best;
+  const auto n = static_cast<double>(size);
+  return 2.0 * n * n * n * together / best;
+}
+
+}  // namespace
+
+double measure_peak_flops() {
+  return measure(768, at::kFloat, 1, [] {});
+}
+
+double measure_peak_flops(comm::Runtime& runtime, c10::ScalarType dtype) {
+  if (runtime.device().is_cpu()) return measure_peak_flops();
+  return measure(8192, at::TensorOptions(dtype).device(runtime.device()), 4,
+                 [&] { runtime.compute_stream().synchronize(); });
 }
 
 }  // namespace ppfsdp::train

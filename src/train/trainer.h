@@ -1,5 +1,7 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -17,7 +19,7 @@
 
 namespace ppfsdp::train {
 
-/// What one step did; the same on every rank but for `seconds`.
+/// What one step did; the same on every rank but for `seconds` and `memory`.
 struct StepResult {
   int64_t step = 0;                 ///< counted from 0
   double loss = 0;                  ///< mean over the global batch
@@ -25,6 +27,7 @@ struct StepResult {
   double grad_norm = 0;             ///< of the averaged gradient, before clipping
   double lr = 0;                    ///< that the step used
   double seconds = 0;
+  comm::MemoryUse memory;  ///< of this rank's device, at the end of the step
   /// The number of a signal that asks to stop, which some rank saw by the end of the step; 0: none.
   int stop_signal = 0;
 };
@@ -35,13 +38,17 @@ struct StepResult {
 class Trainer {
  public:
   /// Every rank of `runtime`'s world makes one. `data` and `runtime` must outlive it. `config` must
-  /// have passed check_config.
+  /// have passed check_config. Throws std::runtime_error when a GPU has too little memory for its
+  /// share (see refuse_memory), before it takes any.
   Trainer(const Config& config, const DataLoader& data, comm::Runtime& runtime);
 
   /// Step number `step` (counted from 0) on its global batch: forward and backward of this rank's
   /// microbatches, of which the last reduces the gradients; clipping; the optimizer at the
   /// schedule's rate. Afterwards the parameters' gradients are the clipped ones. `stop_signal` is
   /// this rank's view; the ranks agree on the result's.
+  ///
+  /// The host runs ahead of the device through all of that, and waits for it once, at the end, to
+  /// read the loss and the norm.
   StepResult step(int64_t step, const std::atomic<int>* stop_signal = nullptr);
 
   nn::Llama& model() { return model_; }
@@ -50,7 +57,7 @@ class Trainer {
   optim::Optimizer& optimizer() { return *optimizer_; }
 
  private:
-  double forward_and_backward(int64_t step);
+  at::Tensor forward_and_backward(int64_t step);
 
   Config config_;
   const DataLoader& data_;

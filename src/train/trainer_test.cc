@@ -8,6 +8,7 @@
 #include "sim/mesh/world.h"
 #include "src/comm/single_runtime.h"
 #include "src/dtensor/dtensor.h"
+#include "src/fsdp/testing/loopback_runtime.h"
 #include "src/train/recipe.h"
 #include "src/train/test_util.h"
 
@@ -128,6 +129,24 @@ TEST_F(TrainerTest, zero_max_norm_leaves_gradients_alone) {
   EXPECT_FALSE(at::equal(a.parameters[0], b.parameters[0])) << "clipping must have clipped";
   for (size_t i = 0; i < b.parameters.size(); ++i) {
     EXPECT_TRUE(at::equal(b.parameters[i], c.parameters[i]));
+  }
+}
+
+// A GPU has nothing to do while the host waits for it and then queues the next work: so once a
+// step, for the loss and the norm together, and not for each microbatch.
+TEST_F(TrainerTest, the_host_waits_once_a_step) {
+  for (const int64_t microbatches : {1, 3}) {
+    Config config = this->config(2);
+    config.training.microbatches = microbatches;
+    const DataLoader data(config, 256);
+    fsdp::testing::LoopbackRuntime runtime(1, 2, at::kCPU);
+    Trainer trainer(config, data, runtime);
+    for (int64_t step = 0; step < 3; ++step) {
+      const int before = runtime.host_waits;
+      const StepResult result = trainer.step(step);
+      EXPECT_EQ(runtime.host_waits, before + 1);
+      EXPECT_GT(result.memory.peak_bytes, 0);
+    }
   }
 }
 

@@ -69,9 +69,9 @@ class LoopbackCommunicator : public comm::Communicator {
     const StreamMemory::On on(runtime_.memory_, id);
     runtime_.memory_.access(input, /*writes=*/false);
     runtime_.memory_.access(output, /*writes=*/true);
-    const at::Tensor part = input.clone();
+    const at::Tensor part = input.flatten().clone();
     for (int rank = 0; rank < size(); ++rank) {
-      output.narrow(0, rank * part.numel(), part.numel()).copy_(part);
+      output.view({-1}).narrow(0, rank * part.numel(), part.numel()).copy_(part);
     }
     runtime_.note_collective(true, input, output, id);
   }
@@ -82,7 +82,7 @@ class LoopbackCommunicator : public comm::Communicator {
     // A backend may overwrite the input.
     runtime_.memory_.access(input, /*writes=*/true);
     runtime_.memory_.access(output, /*writes=*/true);
-    output.copy_(input.narrow(0, rank() * output.numel(), output.numel()));
+    output.view({-1}).copy_(input.view({-1}).narrow(0, rank() * output.numel(), output.numel()));
     runtime_.note_collective(false, output, output, id);
   }
   void do_all_reduce(const at::Tensor& tensor, const comm::ReduceOp&,
