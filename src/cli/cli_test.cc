@@ -349,10 +349,23 @@ TEST_F(CliTest, verify_refuses_fused_kernels_on_several_ranks) {
 }
 
 TEST_F(CliTest, half_of_a_launchers_variables) {
-  expect_error(2, "train" + tiny(),
-               "the environment has RANK without WORLD_SIZE: a launcher sets both, and without one "
-               "neither may be set",
-               "RANK=0");
+  expect_error(
+      2, "train" + tiny(),
+      "environment variable WORLD_SIZE is not set, but RANK is: a launcher such as torchrun "
+      "sets both, and without one neither may be set",
+      "RANK=0");
+}
+
+TEST_F(CliTest, nccl_where_it_can_not_run) {
+  const Result plain = run("train --set communication.backend=nccl");
+  const Result launched = run("launch -n 2 -- train --set communication.backend=nccl");
+  for (const Result& result : {plain, launched}) {
+    EXPECT_EQ(result.code, 2);
+    EXPECT_EQ(result.out, "");
+    EXPECT_EQ(lines(result.err).size(), 1u) << result.err;
+    EXPECT_EQ(result.err.find("ppfsdp: error: communication.backend = \"nccl\": "), 0u)
+        << result.err;
+  }
 }
 
 TEST_F(CliTest, port_in_use_and_a_peer_that_never_comes) {

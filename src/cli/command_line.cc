@@ -8,6 +8,7 @@
 #include <sstream>
 #include <string_view>
 
+#include "src/cli/launch_flags.h"
 #include "src/train/config_error.h"
 #include "src/train/config_keys.h"
 
@@ -18,33 +19,24 @@ using train::ConfigError;
 
 constexpr const char* kLaunchExample = "ppfsdp launch -n 2 -- train";
 
-void add_launch_options(CLI::App& command, LaunchOptions& options) {
-  command.add_option("-n,--processes", options.processes, "Processes to start, one a rank")
-      ->check(CLI::Range(1, 1024))
-      ->capture_default_str();
-  command.add_option("--port", options.port, "Port where rank 0 listens; 0: one that is free now")
-      ->check(CLI::Range(0, 65535))
-      ->capture_default_str();
-  command
-      .add_option("--grace", options.grace_s,
-                  "Seconds that the others get to end after one has failed")
-      ->check(CLI::Range(0.0, 1e6))
-      ->capture_default_str();
-  command.add_option("COMMAND", options.command,
-                     "train ... or verify ..., with all that follows; -- may stand before it");
-}
-
-/// Puts "--" before the command that launch is to start, so that all that follows is the command's.
+/// Puts "--" before the command that launch is to start, so that all that follows is the command's,
+/// and writes launch's own options with dashes (torchrun takes --nproc_per_node as well).
 void mark_command(std::vector<std::string>& arguments) {
   // What launch does not know is taken to have no value, and refused later.
-  constexpr std::string_view kTakeValues[] = {"-n", "--processes", "--port", "--grace"};
+  constexpr std::string_view kTakeValues[] = {
+      "-n",          "--processes",   "--nproc-per-node", "--nnodes",
+      "--node-rank", "--master-addr", "--master-port",    "--port",
+      "--grace"};
   for (size_t i = 1; i < arguments.size(); ++i) {
-    const std::string& argument = arguments[i];
+    std::string& argument = arguments[i];
     if (argument == "--") return;
     if (!argument.starts_with('-')) {
       arguments.insert(arguments.begin() + static_cast<std::ptrdiff_t>(i), "--");
       return;
     }
+    const auto name_end = argument.begin() + static_cast<std::ptrdiff_t>(
+                                                 std::min(argument.find('='), argument.size()));
+    std::replace(argument.begin(), name_end, '_', '-');
     if (std::ranges::count(kTakeValues, argument) > 0) ++i;
   }
 }
@@ -97,10 +89,11 @@ bool has_subcommand(const CLI::App& app, const std::string& name) {
 
 }  // namespace
 
-CommandLine parse_command_line(std::vector<std::string> arguments) {
+CommandLine parse_command_line(std::vector<std::string> arguments,
+                               const start::Environment& environment) {
   CommandLine line;
   CLI::App app(
-      "Per-parameter fully sharded training on a simulated mesh, on Gloo or on one device.",
+      "Per-parameter fully sharded training on GPUs, CPUs, a simulated mesh or one device.",
       "ppfsdp");
   app.footer("ppfsdp SUBCOMMAND --help tells more.");
 
@@ -125,7 +118,8 @@ CommandLine parse_command_line(std::vector<std::string> arguments) {
 
   CLI::App* launch = app.add_subcommand(
       "launch", fmt::format("Start one process a rank: {} [...]", kLaunchExample));
-  add_launch_options(*launch, line.launch);
+  LaunchFlags launch_flags;
+  add_launch_flags(*launch, launch_flags, line.launch);
 
   for (CLI::App* command : {train, verify, launch}) command->allow_extras();
   if (arguments.empty()) {
@@ -155,8 +149,11 @@ CommandLine parse_command_line(std::vector<std::string> arguments) {
       if (rest != "--") refuse(*command, rest);
     }
   }
-  if (launch->parsed() && line.launch.command.empty()) {
-    throw ConfigError(fmt::format("launch: what to start is missing, as in {}", kLaunchExample));
+  if (launch->parsed()) {
+    if (line.launch.command.empty()) {
+      throw ConfigError(fmt::format("launch: what to start is missing, as in {}", kLaunchExample));
+    }
+    resolve_launch(launch_flags, environment, line.launch);
   }
   line.mode = tolerance ? train::VerifyMode::kTolerance : train::VerifyMode::kExact;
   line.action = train->parsed()    ? CommandLine::Action::kTrain

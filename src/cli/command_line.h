@@ -19,8 +19,9 @@ struct CommandLine {
   LaunchOptions launch;                                ///< kLaunch; its command is not parsed yet
 };
 
-/// Parses the arguments that follow the program's name. Throws ConfigError, one line that names
-/// what was meant where that can be told.
-CommandLine parse_command_line(std::vector<std::string> arguments);
+/// Parses the arguments that follow the program's name; `environment`: for launch, see
+/// resolve_launch. Throws ConfigError, one line that names what was meant where that can be told.
+CommandLine parse_command_line(std::vector<std::string> arguments,
+                               const start::Environment& environment = {});
 
 }  // namespace ppfsdp::cli

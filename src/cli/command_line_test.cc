@@ -47,6 +47,21 @@ TEST(CommandLineTest, launch_passes_all_on) {
   }
 }
 
+// torchrun's spellings, dashes or not; what is the command's stays as it is.
+TEST(CommandLineTest, launch_takes_torchruns_options) {
+  const CommandLine line = parse_command_line(
+      {"launch", "--nnodes=2", "--node_rank", "1", "--nproc_per_node=4", "--master_addr", "node_0",
+       "--master-port", "1234", "train", "--set", "data.seq_len=2"});
+  EXPECT_EQ(line.launch.nodes, 2);
+  EXPECT_EQ(line.launch.node_rank, 1);
+  EXPECT_EQ(line.launch.processes, 4);
+  EXPECT_EQ(line.launch.master_addr, "node_0");
+  EXPECT_EQ(line.launch.port, 1234);
+  EXPECT_EQ(line.launch.command, (Arguments{"train", "--set", "data.seq_len=2"}));
+  EXPECT_EQ(parse_command_line({"launch", "train"}, {{"PET_NPROC_PER_NODE", "3"}}).launch.processes,
+            3);
+}
+
 TEST(CommandLineTest, help_is_a_text) {
   for (const Arguments& arguments :
        {Arguments{"--help"}, Arguments{"-h"}, Arguments{"train", "--help"},

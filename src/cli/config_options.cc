@@ -1,25 +1,13 @@
 #include "src/cli/config_options.h"
 
-#include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
-#include "src/cli/runtimes.h"
 #include "src/comm/host_memory.h"
 #include "src/train/memory_need.h"
 #include "src/train/recipe.h"
 
 namespace ppfsdp::cli {
-namespace {
-
-/// How many of the launcher's processes run on this machine.
-int64_t local_processes() {
-  const char* count = std::getenv("LOCAL_WORLD_SIZE");
-  return count == nullptr ? 1 : std::max(1L, std::strtol(count, nullptr, 10));
-}
-
-}  // namespace
 
 void add_config_options(CLI::App& command, ConfigOptions& options) {
   command.add_option("CONFIG", options.file, "TOML file; without one every key has its default");
@@ -34,16 +22,18 @@ void add_config_options(CLI::App& command, ConfigOptions& options) {
   command.footer("Config keys, with their defaults and units:\n\n" + train::describe_keys());
 }
 
-train::Config read_config(const ConfigOptions& options) {
-  train::Config config = resolve_backend(train::load_config(options.file, options.overrides));
-  train::check_config(config);
-  if (!options.print_config && !options.dry_run) {
+RunPlan read_config(const ConfigOptions& options, const std::optional<start::Launched>& launched) {
+  RunPlan plan = resolve_backend(train::load_config(options.file, options.overrides), launched);
+  train::check_config(plan.config);
+  const bool on_gpus = plan.config.communication.backend == "nccl";
+  if (!options.print_config && !options.dry_run && !on_gpus) {
     // Before anything is allocated: the system would end the process without a word.
+    const int64_t processes = plan.launched ? plan.launched->local_world_size : 1;
     const std::string refusal = train::refuse_memory(
-        config, static_cast<double>(comm::physical_memory_bytes()), local_processes());
+        plan.config, static_cast<double>(comm::physical_memory_bytes()), processes);
     if (!refusal.empty()) throw std::runtime_error(refusal);
   }
-  return config;
+  return plan;
 }
 
 }  // namespace ppfsdp::cli

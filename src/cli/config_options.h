@@ -1,10 +1,11 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "src/train/config.h"
+#include "src/cli/runtimes.h"
 
 namespace ppfsdp::cli {
 
@@ -19,9 +20,9 @@ struct ConfigOptions {
 /// Adds the arguments CONFIG, --set and --print-config to `command`, and every key to its --help.
 void add_config_options(CLI::App& command, ConfigOptions& options);
 
-/// The config, its backend resolved and everything checked that can be before ranks run. Throws
-/// ConfigError, and another error when this machine has too little memory (unless nothing is to be
-/// trained).
-train::Config read_config(const ConfigOptions& options);
+/// The config, its backend resolved for a process that was launched so, and everything checked that
+/// can be before ranks run. Throws ConfigError, and another error when this machine has too little
+/// memory (unless nothing is to be trained, or not in this machine's memory but a GPU's).
+RunPlan read_config(const ConfigOptions& options, const std::optional<start::Launched>& launched);
 
 }  // namespace ppfsdp::cli

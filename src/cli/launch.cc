@@ -45,24 +45,16 @@ int free_port() {
 }
 
 /// This process's environment with the launcher's variables in place of any there already.
-std::vector<std::string> environment_of(int rank, int world_size, int port) {
-  const std::vector<std::pair<std::string, std::string>> variables = {
-      {"RANK", std::to_string(rank)},
-      {"WORLD_SIZE", std::to_string(world_size)},
-      {"LOCAL_RANK", std::to_string(rank)},
-      {"LOCAL_WORLD_SIZE", std::to_string(world_size)},
-      {"MASTER_ADDR", "127.0.0.1"},
-      {"MASTER_PORT", std::to_string(port)},
-      {kLaunchedVariable, "1"},
-  };
+std::vector<std::string> environment_of(const start::Launched& place) {
+  start::Environment variables = start::process_environment();
+  variables["RANK"] = std::to_string(place.rank);
+  variables["WORLD_SIZE"] = std::to_string(place.world_size);
+  variables["LOCAL_RANK"] = std::to_string(place.local_rank);
+  variables["LOCAL_WORLD_SIZE"] = std::to_string(place.local_world_size);
+  variables["MASTER_ADDR"] = place.master_addr;
+  variables["MASTER_PORT"] = std::to_string(place.master_port);
+  variables[start::kLaunchedVariable] = "1";
   std::vector<std::string> environment;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string text = *entry;
-    const std::string name = text.substr(0, text.find('='));
-    const bool replaced = std::any_of(variables.begin(), variables.end(),
-                                      [&](const auto& variable) { return variable.first == name; });
-    if (!replaced) environment.push_back(text);
-  }
   for (const auto& [name, value] : variables) environment.push_back(name + "=" + value);
   return environment;
 }
@@ -114,7 +106,11 @@ class Launch {
   explicit Launch(const LaunchOptions& options) : options_(options) {
     const int port = options.port != 0 ? options.port : free_port();
     children_.reserve(static_cast<size_t>(options.processes));
-    for (int rank = 0; rank < options.processes; ++rank) start(rank, port);
+    for (int local_rank = 0; local_rank < options.processes; ++local_rank) {
+      start::Launched place = place_of(options, local_rank);
+      place.master_port = port;
+      start_rank(place);
+    }
   }
 
   ~Launch() {
@@ -142,12 +138,12 @@ class Launch {
   }
 
  private:
-  void start(int rank, int port) {
+  void start_rank(const start::Launched& place) {
     int out[2], err[2];
     if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) fail("make a pipe");
     std::vector<std::string> arguments = {"ppfsdp"};
     arguments.insert(arguments.end(), options_.command.begin(), options_.command.end());
-    std::vector<std::string> environment = environment_of(rank, options_.processes, port);
+    std::vector<std::string> environment = environment_of(place);
     // All memory is got before the fork: the child may only call what is safe in a signal handler.
     const std::vector<char*> argv = addresses(arguments), envp = addresses(environment);
     const pid_t launcher = getpid();
@@ -169,7 +165,7 @@ class Launch {
     setpgid(pid, pid);
     close(out[1]);
     close(err[1]);
-    const std::string prefix = options_.prefix_lines ? fmt::format("[{}] ", rank) : "";
+    const std::string prefix = options_.prefix_lines ? fmt::format("[{}] ", place.rank) : "";
     children_.push_back(
         {pid, ChildOutput(out[0], prefix, stdout), ChildOutput(err[0], prefix, stderr), {}});
   }
@@ -258,7 +254,7 @@ class Launch {
     if (!failed_) return kSuccess;
     const Child& child = culprit();
     const int code = code_of(child);
-    const auto rank = &child - children_.data();
+    const int rank = place_of(options_, static_cast<int>(&child - children_.data())).rank;
     // Ranks that stopped as they were told have said so themselves.
     if (code == 128 + SIGINT || code == 128 + SIGTERM) return code;
     if (code == 128 + SIGKILL && passed_on_ != 0) return 128 + passed_on_;
@@ -284,6 +280,16 @@ class Launch {
 };
 
 }  // namespace
+
+start::Launched place_of(const LaunchOptions& options, int local_rank) {
+  return {.launcher = "ppfsdp launch",
+          .rank = options.node_rank * options.processes + local_rank,
+          .world_size = options.nodes * options.processes,
+          .local_rank = local_rank,
+          .local_world_size = options.processes,
+          .master_addr = options.master_addr,
+          .master_port = options.port};
+}
 
 int launch(const LaunchOptions& options) { return Launch(options).run(); }
 

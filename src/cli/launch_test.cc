@@ -93,6 +93,30 @@ std::vector<std::string> sorted_lines(const std::string& text) {
   return lines;
 }
 
+TEST(LaunchTest, second_node_continues_the_first_ones_ranks) {
+  testing::internal::CaptureStdout();
+  LaunchOptions options;
+  options.processes = 2;
+  options.nodes = 3;
+  options.node_rank = 1;
+  options.master_addr = "node-0";
+  options.port = 29500;
+  options.command = {"--as-rank", "variables"};
+  EXPECT_EQ(launch(options), 0);
+  EXPECT_EQ(sorted_lines(testing::internal::GetCapturedStdout()),
+            (std::vector<std::string>{
+                "[2] RANK=2 WORLD_SIZE=6 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node-0 port "
+                "given",
+                "[3] RANK=3 WORLD_SIZE=6 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node-0 port "
+                "given"}));
+  // An error names the rank of the world, not of the node.
+  testing::internal::CaptureStderr();
+  options.command = {"--as-rank", "fail", "3", "1"};
+  EXPECT_EQ(launch(options), kFailure);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(),
+            "[3] a warning\nppfsdp: error: rank 3: the reason\n");
+}
+
 TEST(LaunchTest, gives_torchruns_variables_and_prefixes_lines) {
   // A launcher's own variables must not shine through to the ranks.
   setenv("RANK", "77", 1);

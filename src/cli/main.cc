@@ -8,6 +8,7 @@
 #include <exception>
 #include <string>
 
+#include "backends/start/launcher.h"
 #include "src/cli/command_line.h"
 #include "src/cli/config_options.h"
 #include "src/cli/launch.h"
@@ -40,17 +41,13 @@ int launch_command(const LaunchOptions& options) {
   if (command.action == CommandLine::Action::kLaunch) {
     throw train::ConfigError("launch starts train or verify, not another launch");
   }
-  // As the first rank sees it; the port it is to use does not matter yet.
-  setenv("RANK", "0", 1);
-  setenv("WORLD_SIZE", std::to_string(options.processes).c_str(), 1);
-  setenv("LOCAL_WORLD_SIZE", std::to_string(options.processes).c_str(), 1);
-  setenv("MASTER_ADDR", "127.0.0.1", 1);
-  setenv("MASTER_PORT", "1", 1);
-  const train::Config config = command.action == CommandLine::Action::kTrain
-                                   ? read_config(command.config)
-                                   : read_verify_config(command.config, command.mode);
+  // As this node's first rank sees it.
+  const start::Launched first = place_of(options, 0);
+  const RunPlan plan = command.action == CommandLine::Action::kTrain
+                           ? read_config(command.config, first)
+                           : read_verify_config(command.config, command.mode, first);
   if (command.config.print_config) {
-    fmt::print("{}", train::to_toml(config));
+    fmt::print("{}", train::to_toml(plan.config));
     return kSuccess;
   }
   return launch(options);
@@ -80,7 +77,8 @@ int main(int argc, char** argv) {
     ppfsdp::comm::keep_freed_memory();
     at::set_num_threads(1);
     ppfsdp::cli::quieten_libtorch();
-    const auto line = ppfsdp::cli::parse_command_line({argv + 1, argv + argc});
+    const auto line = ppfsdp::cli::parse_command_line({argv + 1, argv + argc},
+                                                      ppfsdp::start::process_environment());
     ppfsdp::cli::go_where_the_user_stands();
     return ppfsdp::cli::run(line);
   } catch (const std::exception& error) {

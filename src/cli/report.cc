@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "backends/start/launcher.h"
 #include "src/comm/communicator.h"
 #include "src/train/config_error.h"
 
@@ -23,7 +24,7 @@ int exit_code_of(const std::exception& error) {
   } catch (...) {
     return kFailure;
   }
-  const bool launched = std::getenv(kLaunchedVariable) != nullptr;
+  const bool launched = std::getenv(start::kLaunchedVariable) != nullptr;
   const bool other_rank = dynamic_cast<const comm::CommError*>(&error) != nullptr;
   return launched && other_rank ? kOtherRankFailed : kFailure;
 }

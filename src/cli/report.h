@@ -16,9 +16,6 @@ enum ExitCode : int {
   // 128 + the signal's number after SIGINT (130) and SIGTERM (143), as shells report them.
 };
 
-/// The variable that `launch` sets for its ranks.
-inline constexpr const char* kLaunchedVariable = "PPFSDP_LAUNCHED";
-
 /// The error's message as one line, without a stack trace and without what would steer a terminal.
 std::string one_line(const std::exception& error);
 

@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 
+#include "backends/start/launcher.h"
 #include "src/comm/communicator.h"
 #include "src/train/config_error.h"
 
@@ -30,10 +31,10 @@ TEST(ReportTest, exit_code_says_whose_fault_it_is) {
   EXPECT_EQ(report(std::runtime_error("x")), kFailure);
   EXPECT_EQ(report(comm::CommError("x")), kFailure);
   // launch must be able to tell the rank that failed from those that noticed.
-  setenv(kLaunchedVariable, "1", 1);
+  setenv(start::kLaunchedVariable, "1", 1);
   EXPECT_EQ(report(comm::CommError("x")), kOtherRankFailed);
   EXPECT_EQ(report(std::runtime_error("x")), kFailure);
-  unsetenv(kLaunchedVariable);
+  unsetenv(start::kLaunchedVariable);
   testing::internal::GetCapturedStderr();
 }
 

@@ -4,15 +4,18 @@
 
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
+#include <memory>
 #include <string>
 
 #include "backends/gloo/gloo.h"
+#include "backends/nccl/nccl.h"
+#include "backends/start/build_id.h"
 #include "sim/mesh/schedule.h"
 #include "sim/mesh/world.h"
 #include "src/cli/report.h"
 #include "src/comm/single_runtime.h"
 #include "src/train/config_error.h"
+#include "src/train/config_keys.h"
 
 namespace ppfsdp::cli {
 namespace {
@@ -28,71 +31,112 @@ sim::WorldOptions world_options(const train::CommunicationConfig& communication)
   return options;
 }
 
-/// What the launcher's variables say; faults of theirs are the user's.
-gloo::GlooOptions gloo_options() {
-  try {
-    return gloo::GlooOptions::from_environment();
-  } catch (const std::exception& error) {
-    throw ConfigError(
-        fmt::format("communication.backend = \"gloo\": {}; start it with a launcher, as "
-                    "in ppfsdp launch -n 2 -- train, or torchrun",
-                    one_line(error)));
+bool takes_a_process_a_rank(const std::string& backend) {
+  return backend == "gloo" || backend == "nccl";
+}
+
+/// Fills in what every backend of many processes takes.
+void set_meeting(start::MeetingOptions& options, const RunPlan& plan) {
+  options.take(*plan.launched);
+  options.timeout =
+      std::chrono::milliseconds(std::llround(plan.config.communication.timeout_s * 1e3));
+  options.facts = facts_of(plan.config);
+}
+
+std::unique_ptr<comm::Runtime> make_runtime(const RunPlan& plan) {
+  const std::string& backend = plan.config.communication.backend;
+  if (backend == "nccl") {
+    nccl::NcclOptions options;
+    set_meeting(options, plan);
+    options.local_rank = plan.launched->local_rank;
+    // One line a node tells enough.
+    if (options.local_rank == 0) {
+      options.log = [rank = options.rank](const std::string& line) {
+        fmt::print(stderr, "ppfsdp: rank {}: {}\n", rank, line);
+      };
+    }
+    return nccl::make_runtime(options);
   }
+  if (backend == "gloo") {
+    gloo::GlooOptions options;
+    set_meeting(options, plan);
+    return gloo::make_runtime(options);
+  }
+  return comm::make_single_runtime();
 }
 
 }  // namespace
 
-train::Config resolve_backend(const train::LoadedConfig& loaded) {
-  train::Config config = loaded.config;
-  train::CommunicationConfig& communication = config.communication;
-  const bool has_rank = std::getenv("RANK") != nullptr;
-  const bool launched = has_rank && std::getenv("WORLD_SIZE") != nullptr;
-  if (has_rank && !launched) {
-    throw ConfigError(
-        "the environment has RANK without WORLD_SIZE: a launcher sets both, and without one "
-        "neither may be set");
+std::optional<start::Launched> launched_process() {
+  try {
+    return start::read_launcher(start::process_environment());
+  } catch (const std::exception& error) {
+    throw ConfigError(one_line(error));
   }
-  if (launched && !loaded.given.contains("communication.backend")) communication.backend = "gloo";
-  const bool ranks_given = loaded.given.contains("parallelism.ranks");
-  int64_t ranks = config.parallelism.ranks;
-  if (communication.backend == "gloo") {
-    ranks = gloo_options().world_size;
-  } else if (launched) {
-    throw ConfigError(
-        fmt::format("communication.backend = \"{}\" runs in one process, but a launcher started "
-                    "this one as rank "
-                    "{} of {}; leave the backend out or set it to \"gloo\"",
-                    communication.backend, std::getenv("RANK"), std::getenv("WORLD_SIZE")));
-  } else if (communication.backend == "single") {
-    ranks = 1;
+}
+
+std::optional<std::string> why_no_nccl() { return nccl::why_unavailable(); }
+
+RunPlan resolve_backend(const train::LoadedConfig& loaded,
+                        const std::optional<start::Launched>& launched, const WhyNoNccl& no_nccl) {
+  RunPlan plan{loaded.config, launched};
+  std::string& backend = plan.config.communication.backend;
+  if (launched && !loaded.given.contains("communication.backend")) {
+    backend = no_nccl() ? "gloo" : "nccl";
+  } else if (backend == "nccl") {
+    if (const std::optional<std::string> reason = no_nccl()) {
+      throw ConfigError(fmt::format("communication.backend = \"nccl\": {}", *reason));
+    }
   }
-  if (ranks_given && config.parallelism.ranks != ranks) {
+  int64_t ranks = plan.config.parallelism.ranks;
+  if (takes_a_process_a_rank(backend)) {
+    if (!launched) {
+      throw ConfigError(fmt::format(
+          "communication.backend = \"{}\" takes a process for each rank, and no launcher started "
+          "this one: WORLD_SIZE is not set; start it as in ppfsdp launch -n 2 -- train, or with "
+          "torchrun or srun",
+          backend));
+    }
+    ranks = launched->world_size;
+  } else {
+    if (launched && launched->world_size > 1) {
+      throw ConfigError(fmt::format(
+          "communication.backend = \"{}\" runs in one process, but a launcher ({}) started this "
+          "one as rank {} of {}; leave the backend out or set it to \"gloo\"",
+          backend, launched->launcher, launched->rank, launched->world_size));
+    }
+    plan.launched.reset();
+    if (backend == "single") ranks = 1;
+  }
+  if (loaded.given.contains("parallelism.ranks") && loaded.config.parallelism.ranks != ranks) {
     throw ConfigError(
         fmt::format("parallelism.ranks = {} does not fit communication.backend = \"{}\", whose "
                     "world here is {}",
-                    config.parallelism.ranks, communication.backend, ranks));
+                    loaded.config.parallelism.ranks, backend, ranks));
   }
-  config.parallelism.ranks = ranks;
-  return config;
+  plan.config.parallelism.ranks = ranks;
+  return plan;
 }
 
-bool leads(const train::Config& config) {
-  return config.communication.backend != "gloo" || std::string(std::getenv("RANK")) == "0";
+std::vector<start::Fact> facts_of(const train::Config& config) {
+  std::vector<start::Fact> facts = {{"the build of this program", start::build_id()}};
+  train::Config copy = config;
+  for (const train::Key& key : train::config_keys()) {
+    if (key.section() == "metrics") continue;
+    facts.push_back({std::string(key.name), train::value_as_toml(key.field(copy))});
+  }
+  return facts;
 }
 
-void run_ranks(const train::Config& config, const std::function<void(comm::Runtime&)>& fn) {
-  const train::CommunicationConfig& communication = config.communication;
-  if (communication.backend == "sim") {
-    sim::run_world(static_cast<int>(config.parallelism.ranks), world_options(communication), fn);
-  } else if (communication.backend == "gloo") {
-    gloo::GlooOptions options = gloo_options();
-    options.timeout = std::chrono::milliseconds(std::llround(communication.timeout_s * 1e3));
-    const std::unique_ptr<comm::Runtime> runtime = gloo::make_runtime(options);
-    fn(*runtime);
-  } else {
-    const std::unique_ptr<comm::Runtime> runtime = comm::make_single_runtime();
-    fn(*runtime);
+void run_ranks(const RunPlan& plan, const std::function<void(comm::Runtime&)>& fn) {
+  const train::Config& config = plan.config;
+  if (config.communication.backend == "sim") {
+    sim::run_world(static_cast<int>(config.parallelism.ranks), world_options(config.communication),
+                   fn);
+    return;
   }
+  const std::unique_ptr<comm::Runtime> runtime = make_runtime(plan);
+  fn(*runtime);
 }
 
 }  // namespace ppfsdp::cli

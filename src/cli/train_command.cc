@@ -26,24 +26,27 @@ namespace {
 
 using train::Config;
 
-/// FLOP/s of the devices that the ranks compute on. Ranks on the simulated mesh take turns on one
-/// core; processes have one each, as far as there are cores.
-double peak_flops(const Config& config) {
+/// FLOP/s of the devices that the ranks compute on; 0 where only the user knows. Ranks on the
+/// simulated mesh take turns on one core; processes have one each, as far as there are cores.
+double peak_flops(const RunPlan& plan) {
+  const Config& config = plan.config;
   if (config.metrics.peak_tflops > 0) return config.metrics.peak_tflops * 1e12;
+  if (config.communication.backend == "nccl") return 0;
   int64_t cores = 1;
-  if (config.communication.backend == "gloo") {
+  if (plan.one_process_a_rank()) {
     cores = std::min<int64_t>(config.parallelism.ranks,
                               std::max(1u, std::thread::hardware_concurrency()));
   }
   return train::measure_peak_flops() * static_cast<double>(cores);
 }
 
-std::unique_ptr<train::Metrics> open_metrics(const Config& config, const nn::LlamaConfig& model) {
+std::unique_ptr<train::Metrics> open_metrics(const RunPlan& plan, const nn::LlamaConfig& model) {
+  const Config& config = plan.config;
   train::MetricsScale scale;
   scale.steps = config.training.steps;
   scale.tokens_per_step = config.training.global_batch * config.data.seq_len;
   scale.flops_per_token = nn::flops_per_token(model, config.data.seq_len);
-  scale.peak_flops = peak_flops(config);
+  scale.peak_flops = peak_flops(plan);
   return std::make_unique<train::Metrics>(config.metrics, scale, stdout, stderr);
 }
 
@@ -68,9 +71,10 @@ void print_converted(const Config& config, const checkpoint::LoadReport& report)
 }
 
 /// What training would hold, counted without any of it.
-void print_memory(const Config& config) {
+void print_memory(const RunPlan& plan) {
   constexpr double kGiB = 1 << 30;
-  run_ranks(config, [&](comm::Runtime& runtime) {
+  const Config& config = plan.config;
+  run_ranks(plan, [&](comm::Runtime& runtime) {
     const train::RankMemory memory = train::count_rank_memory(config, runtime);
     // Rows are dealt from the front, so no rank holds more than the first.
     if (runtime.rank() != 0) return;
@@ -93,37 +97,38 @@ void print_memory(const Config& config) {
 }  // namespace
 
 int train_command(const ConfigOptions& options) {
-  const Config config = read_config(options);
+  const RunPlan plan = read_config(options, launched_process());
+  const Config& config = plan.config;
   if (options.print_config) {
-    if (leads(config)) fmt::print("{}", train::to_toml(config));
+    if (plan.leads()) fmt::print("{}", train::to_toml(config));
     return kSuccess;
   }
   if (options.dry_run) {
-    print_memory(config);
+    print_memory(plan);
     return kSuccess;
   }
   const nn::LlamaConfig model = train::model_config(config);
   const train::DataLoader data(config, model.vocab_size);
-  const bool leader = leads(config);  // alone prints and writes metrics
+  const bool leader = plan.leads();  // alone prints and writes metrics
   std::unique_ptr<train::Metrics> metrics;
   if (leader) {
-    metrics = open_metrics(config, model);
+    metrics = open_metrics(plan, model);
     print_start(config, model, data);
   }
   const std::atomic<int>& stop_signal = catch_stop_signals();
 
   train::StepResult last;
-  run_ranks(config, [&](comm::Runtime& runtime) {
+  run_ranks(plan, [&](comm::Runtime& runtime) {
     train::Trainer trainer(config, data, runtime);
     train::TrainOptions train_options{.stop_signal = &stop_signal};
     if (runtime.rank() == 0) {
       print_converted(config, trainer.load_report());
       train_options.on_step = [&](const train::StepResult& step) {
-        metrics->step(step.step + 1, step.loss, step.grad_norm, step.lr, step.seconds);
+        metrics->step(step.step + 1, step.loss, step.grad_norm, step.lr, step.seconds, step.memory);
       };
     }
     const train::StepResult result = train::train(trainer, config.training.steps, train_options);
-    if (runtime.rank() == 0 || config.communication.backend == "gloo") last = result;
+    if (runtime.rank() == 0 || plan.one_process_a_rank()) last = result;
   });
 
   const int64_t done = last.step + 1;

@@ -35,8 +35,10 @@ std::string line_of(const train::StepVerdict& verdict, train::VerifyMode mode) {
 
 }  // namespace
 
-train::Config read_verify_config(const ConfigOptions& options, train::VerifyMode mode) {
-  train::Config config = read_config(options);
+RunPlan read_verify_config(const ConfigOptions& options, train::VerifyMode mode,
+                           const std::optional<start::Launched>& launched) {
+  RunPlan plan = read_config(options, launched);
+  const train::Config& config = plan.config;
   if (config.communication.backend == "single") {
     throw train::ConfigError(
         "communication.backend = \"single\" shards nothing, so there is nothing to verify; use "
@@ -50,18 +52,19 @@ train::Config read_verify_config(const ConfigOptions& options, train::VerifyMode
         mode == train::VerifyMode::kExact ? "bit for bit" : "step by step",
         config.parallelism.ranks));
   }
-  return config;
+  return plan;
 }
 
 int verify_command(const ConfigOptions& options, train::VerifyMode mode) {
-  const train::Config config = read_verify_config(options, mode);
+  const RunPlan plan = read_verify_config(options, mode, launched_process());
+  const train::Config& config = plan.config;
   if (options.print_config) {
-    if (leads(config)) fmt::print("{}", train::to_toml(config));
+    if (plan.leads()) fmt::print("{}", train::to_toml(config));
     return kSuccess;
   }
   const train::DataLoader data(config, train::model_config(config).vocab_size);
   std::string first_difference;
-  run_ranks(config, [&](comm::Runtime& runtime) {
+  run_ranks(plan, [&](comm::Runtime& runtime) {
     train::Verifier verifier(config, data, runtime, mode);
     if (runtime.rank() == 0) {
       fmt::print("{} on {} ranks of {} against one device, {}\n", config.model.name,

@@ -6,7 +6,8 @@
 namespace ppfsdp::cli {
 
 /// read_config, for what can be verified as `mode` says. Throws ConfigError.
-train::Config read_verify_config(const ConfigOptions& options, train::VerifyMode mode);
+RunPlan read_verify_config(const ConfigOptions& options, train::VerifyMode mode,
+                           const std::optional<start::Launched>& launched);
 
 /// `ppfsdp verify`: trains the config sharded and on one device beside it, prints a line a step,
 /// and returns 0 when they agree as `mode` asks, else 1, with the first difference on standard

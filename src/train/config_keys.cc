@@ -146,10 +146,12 @@ std::vector<Key> make_keys() {
             "Whether parameters are freed after forward and gathered again in backward. auto: all "
             "but the root's. k: kept sharded over k ranks."),
 
-      one_of("communication.backend", PPFSDP_FIELD(communication.backend),
-             "sim: all ranks in this process. gloo: one process a rank, started by a launcher (and "
-             "the default there). single: one device, nothing sharded.",
-             {"sim", "gloo", "single"}),
+      one_of(
+          "communication.backend", PPFSDP_FIELD(communication.backend),
+          "sim: all ranks in this process. nccl: one process and one GPU a rank; gloo: one "
+          "process a rank, on CPUs; both are started by a launcher, where the default is nccl if "
+          "it can run, else gloo. single: one device, nothing sharded.",
+          {"sim", "nccl", "gloo", "single"}),
       number("communication.sim_seed", PPFSDP_FIELD(communication.sim_seed), "",
              "Seed of the simulated mesh's random schedule.", 0, kLargestInt),
       one_of("communication.sim_schedule", PPFSDP_FIELD(communication.sim_schedule),
@@ -162,7 +164,8 @@ std::vector<Key> make_keys() {
       plain("communication.sim_poison", PPFSDP_FIELD(communication.sim_poison),
             "Fill freed, fresh and in-flight buffers of the simulated mesh with NaN."),
       number("communication.timeout_s", PPFSDP_FIELD(communication.timeout_s), "seconds",
-             "How long Gloo waits for the other ranks.", 0.001, 1e9),
+             "How long a launcher's ranks wait for each other, to meet and in each operation.",
+             0.001, 1e9),
 
       plain("metrics.jsonl", PPFSDP_FIELD(metrics.jsonl),
             "File that gets one JSON object a logged step.", "no file"),
