@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
@@ -49,6 +50,8 @@ void Runtime::alloc_storage(const at::Tensor& tensor) {
   c10::StorageImpl& storage = storage_of(tensor, "alloc_storage");
   const size_t bytes = storage_bytes(tensor);
   if (storage.nbytes() >= bytes) return;
+  // A GPU's allocator takes from the device that is current.
+  const c10::DeviceGuard on_device(storage.device());
   storage.set_data_ptr_noswap(c10::GetAllocator(storage.device_type())->allocate(bytes));
   storage.set_nbytes(bytes);
 }

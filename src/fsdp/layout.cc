@@ -1,10 +1,13 @@
 #include "src/fsdp/layout.h"
 
+#include <ATen/ops/_chunk_cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/split_with_sizes_copy.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 #include <c10/util/strides.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace ppfsdp::fsdp {
@@ -101,6 +104,47 @@ void copy_in(const FlatLayout& layout, size_t index, const at::Tensor& grad,
   }
   if (used < layout.world) {
     chunks.narrow(0, used, layout.world - used).zero_();
+  }
+}
+
+void copy_out_all(const FlatLayout& layout, const at::Tensor& buffer,
+                  const std::vector<at::Tensor>& params, bool fuse) {
+  // In the order in which they lie in the buffer, each right behind the one before.
+  std::vector<int64_t> sizes;
+  std::vector<at::Tensor> chunks;
+  int64_t end = 0;
+  for (size_t i = 0; fuse && i < params.size(); ++i) {
+    const ParamExtent& extent = layout.params[i];
+    fuse = extent.offset == end && extent.numel == layout.world * extent.chunk &&
+           params[i].scalar_type() == buffer.scalar_type();
+    if (fuse) {
+      end += extent.chunk;
+      sizes.push_back(extent.chunk);
+      chunks.push_back(params[i].view({layout.world, extent.chunk}));
+    }
+  }
+  if (fuse && end == layout.part) {
+    at::split_with_sizes_copy_out(chunks, buffer.view({layout.world, layout.part}), sizes, 1);
+    return;
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    copy_out(layout, i, buffer, params[i]);
+  }
+}
+
+void copy_in_all(const FlatLayout& layout, std::vector<at::Tensor>& grads, const at::Tensor& buffer,
+                 bool fuse) {
+  // LibTorch has nothing to say of tensors without elements.
+  const auto has_elements = [](const at::Tensor& grad) { return grad.numel() > 0; };
+  if (fuse && std::all_of(grads.begin(), grads.end(), has_elements)) {
+    at::Tensor chunks = buffer.view({layout.world, layout.part});
+    at::_chunk_cat_out(chunks, grads, 0, layout.world);
+    grads.clear();
+    return;
+  }
+  for (size_t i = 0; i < grads.size(); ++i) {
+    copy_in(layout, i, grads[i], buffer);
+    grads[i].reset();
   }
 }
 

@@ -50,6 +50,26 @@ void copy_out(const FlatLayout& layout, size_t index, const at::Tensor& buffer,
 void copy_in(const FlatLayout& layout, size_t index, const at::Tensor& grad,
              const at::Tensor& buffer);
 
+/// copy_out of all parameters, params[i] being parameter i. On a GPU, where launching a kernel for
+/// each would take longer than copying, by one operation, if all have whole chunks for all ranks.
+/// `fuse`: for tests, which have no GPU.
+void copy_out_all(const FlatLayout& layout, const at::Tensor& buffer,
+                  const std::vector<at::Tensor>& params, bool fuse);
+inline void copy_out_all(const FlatLayout& layout, const at::Tensor& buffer,
+                         const std::vector<at::Tensor>& params) {
+  copy_out_all(layout, buffer, params, /*fuse=*/!buffer.is_cpu());
+}
+
+/// copy_in of all gradients, in order: grads[i], which has the parameter's rows, belongs to
+/// parameter i, and all of them fill the buffer. By one operation likewise. Drops each gradient
+/// when it is copied.
+void copy_in_all(const FlatLayout& layout, std::vector<at::Tensor>& grads, const at::Tensor& buffer,
+                 bool fuse);
+inline void copy_in_all(const FlatLayout& layout, std::vector<at::Tensor>& grads,
+                        const at::Tensor& buffer) {
+  copy_in_all(layout, grads, buffer, /*fuse=*/!buffer.is_cpu());
+}
+
 /// Copies rank `rank`'s chunk of `param` (contiguous) to `chunk` (1-D, extent.chunk elements),
 /// casting to its dtype, and zeroes the padding.
 void copy_chunk(const ParamExtent& extent, int64_t rank, const at::Tensor& param,

@@ -7,7 +7,10 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/rand.h>
 #include <gtest/gtest.h>
+
+#include <algorithm>
 
 namespace ppfsdp::fsdp {
 namespace {
@@ -91,6 +94,38 @@ TEST_P(Layout, CopyOutUndoesIt) {
     out = at::full({full[i].numel()}, NAN, at::kDouble);
     copy_out(layout, i, buffer, out);
     EXPECT_TRUE(at::equal(out, full[i].flatten().to(at::kDouble))) << i;
+  }
+}
+
+// What a GPU does in one operation must be what the others do one by one.
+TEST_P(Layout, FusedCopiesAreTheSame) {
+  const int64_t world = GetParam();
+  const std::vector<std::vector<Shape>> groups = {
+      kShapes, {{16, 3}, {7, 5}, {1, 4}, {17, 2}}, {{16 * world, 3}, {world, 5}, {2 * world, 1}}};
+  for (const std::vector<Shape>& shapes : groups) {
+    FlatLayout layout{world, 0, {}};
+    std::vector<at::Tensor> full;
+    for (const Shape& shape : shapes) {
+      layout.add(shape.rows * shape.row, chunk_numel({shape.rows, shape.row}, world));
+      full.push_back(at::rand({shape.rows, shape.row}));
+    }
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+      std::vector<at::Tensor> grads, out;
+      for (const at::Tensor& param : full) {
+        // The first of them strided.
+        grads.push_back(grads.empty() ? param.to(dtype).t().contiguous().t() : param.to(dtype));
+        out.push_back(at::full({param.numel()}, NAN, at::kFloat));
+      }
+      const at::Tensor wanted = expected_buffer(layout, grads, at::kFloat);
+      const at::Tensor buffer = at::full({layout.world * layout.part}, NAN, at::kFloat);
+      copy_in_all(layout, grads, buffer, /*fuse=*/true);
+      EXPECT_TRUE(at::equal(buffer, wanted)) << dtype;
+      EXPECT_TRUE(std::ranges::none_of(grads, [](const auto& grad) { return grad.defined(); }));
+      copy_out_all(layout, buffer, out, /*fuse=*/true);
+      for (size_t i = 0; i < full.size(); ++i) {
+        EXPECT_TRUE(at::equal(out[i], full[i].to(dtype).to(at::kFloat).flatten())) << dtype << i;
+      }
+    }
   }
 }
 

@@ -291,9 +291,11 @@ void FSDPParamGroup::wait_for_unshard() {
     } else {
       make_unsharded_parameters();
     }
-    for (size_t i = 0; i < params_.size(); ++i) {
-      copy_out(*pending.layout, i, pending.output, params_[i].unsharded_flat);
+    std::vector<at::Tensor> unsharded;
+    for (const FSDPParam& param : params_) {
+      unsharded.push_back(param.unsharded_flat);
     }
+    copy_out_all(*pending.layout, pending.output, unsharded);
     // The buffer's memory goes back to the stream that allocated it, copy_in or all_gather, which
     // may use it again only after this copy. What was gathered, flat_shards_ or
     // post_forward_shards_, is the compute stream's, which has waited for the all-gather above.

@@ -132,10 +132,7 @@ void FSDPParamGroup::reduce_gradients() {
                               : stream.empty({numel}, flat_shards_.options().dtype(reduce_dtype));
   };
   const at::Tensor input = buffer(layout.world * layout.part, compute);
-  for (size_t i = 0; i < grads.size(); ++i) {
-    copy_in(layout, i, grads[i], input);
-    grads[i].reset();
-  }
+  copy_in_all(layout, grads, input);
   std::string name(label());
   if (params.size() < params_.size()) {
     // Of parameters without a gradient the ranks must have the same.

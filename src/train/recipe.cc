@@ -90,6 +90,11 @@ void check_config(const Config& config) {
         "training.param_dtype and training.reduce_dtype must be \"float32\" with "
         "communication.backend = \"single\": mixed precision is part of the sharding");
   }
+  if (config.communication.backend == "nccl" && config.training.reproducible_norm) {
+    throw ConfigError(
+        "training.reproducible_norm = true is for gradients on the CPU; set it to false with "
+        "communication.backend = \"nccl\"");
+  }
 }
 
 nn::Llama make_meta_model(const Config& config) {

@@ -24,7 +24,7 @@ nn::LlamaConfig model_config(const Config& config);
 
 /// Throws ConfigError for what only shows when keys are seen together: model sizes, a global batch
 /// that the ranks and microbatches do not divide, reshard_after_forward = k that does not divide
-/// the ranks, other dtypes on one device.
+/// the ranks, other dtypes on one device, the reproducible norm on GPUs.
 void check_config(const Config& config);
 
 /// The model on the meta device: without memory and values. fully_shard it, or not, and then

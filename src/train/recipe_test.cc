@@ -29,6 +29,19 @@ std::string check_error(const Config& config) {
   return message_of<ConfigError>([&] { check_config(config); });
 }
 
+// It would be found out after the first backward.
+TEST(RecipeTest, the_reproducible_norm_is_not_for_gpus) {
+  Config config = tiny();
+  config.training.reproducible_norm = true;
+  EXPECT_EQ(check_error(config), "");
+  config.communication.backend = "nccl";
+  EXPECT_NE(
+      check_error(config).find("training.reproducible_norm = true is for gradients on the CPU"),
+      std::string::npos);
+  config.training.reproducible_norm = false;
+  EXPECT_EQ(check_error(config), "");
+}
+
 // --help and the errors list the sizes that there are.
 TEST(RecipeTest, table_lists_the_named_sizes) {
   for (const Key& key : config_keys()) {
