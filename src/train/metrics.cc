@@ -12,7 +12,6 @@
 #include <optional>
 #include <stdexcept>
 
-#include "src/comm/host_memory.h"
 #include "src/train/config_error.h"
 #include "src/train/event_file.h"
 #include "src/train/output_file.h"
@@ -57,7 +56,7 @@ class JsonlSink : public MetricsSink {
         {"lr", record.lr},
         {"tokens_per_second", record.tokens_per_second},
         {"mfu", record.mfu},
-        {"memory_bytes", record.memory_bytes},
+        {"memory_bytes", record.memory.peak_bytes},
         {"ms", record.step_seconds * 1e3},
     };
     file_.append(line.dump() + "\n");
@@ -86,7 +85,7 @@ class TensorBoardSink : public MetricsSink {
          {"lr", value(record.lr)},
          {"throughput(tps)", value(record.tokens_per_second)},
          {"mfu(%)", value(record.mfu * 100)},
-         {"memory/max_resident(GiB)", value(static_cast<double>(record.memory_bytes) / kGiB)},
+         {"memory/max_resident(GiB)", value(static_cast<double>(record.memory.peak_bytes) / kGiB)},
          {"time_metrics/end_to_end(s)", value(record.step_seconds)}})));
   }
 
@@ -100,13 +99,14 @@ class TensorBoardSink : public MetricsSink {
 std::string console_line(const StepRecord& record) {
   // The sign of a NaN means nothing, but would be printed.
   const auto plain = [](double value) { return std::isnan(value) ? std::abs(value) : value; };
-  const double memory = static_cast<double>(record.memory_bytes);
+  const auto memory = static_cast<double>(record.memory.peak_bytes);
+  const double total = static_cast<double>(std::max<int64_t>(record.memory.total_bytes, 1));
   return fmt::format(
       "step: {:2}  loss: {:7.4f}  grad_norm: {:7.4f}  lr: {:.2e}  tokens/s: {}  mfu: {:.1f}%  "
       "memory: {:.2f}GiB({:.1f}%)  time: {:.1f}ms",
       record.step, plain(record.loss), plain(record.grad_norm), record.lr,
       with_commas(std::llround(record.tokens_per_second)), record.mfu * 100, memory / kGiB,
-      memory / static_cast<double>(comm::physical_memory_bytes()) * 100, record.step_seconds * 1e3);
+      memory / total * 100, record.step_seconds * 1e3);
 }
 
 std::unique_ptr<MetricsSink> make_jsonl_sink(const std::string& path,
@@ -162,8 +162,9 @@ Metrics::Metrics(const MetricsConfig& config, const MetricsScale& scale, std::FI
 
 Metrics::~Metrics() { clear_bar(); }
 
-void Metrics::step(int64_t step, double loss, double grad_norm, double lr, double seconds) {
-  last_ = {step, loss, grad_norm, lr};
+void Metrics::step(int64_t step, double loss, double grad_norm, double lr, double seconds,
+                   const comm::MemoryUse& memory) {
+  last_ = {.step = step, .loss = loss, .grad_norm = grad_norm, .lr = lr, .memory = memory};
   ++unlogged_steps_;
   unlogged_seconds_ += seconds;
   total_seconds_ += seconds;
@@ -182,7 +183,6 @@ void Metrics::log() {
   last_.mfu = scale_.peak_flops > 0
                   ? last_.tokens_per_second * scale_.flops_per_token / scale_.peak_flops
                   : 0;
-  last_.memory_bytes = comm::peak_resident_bytes();
   unlogged_steps_ = 0;
   unlogged_seconds_ = 0;
   clear_bar();

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "src/comm/runtime.h"
 #include "src/train/config.h"
 
 namespace ppfsdp::train {
@@ -19,7 +20,7 @@ struct StepRecord {
   double step_seconds = 0;       ///< mean since the last record
   double tokens_per_second = 0;  ///< of all ranks together
   double mfu = 0;                ///< model FLOPs a second over the peak's; 1 is all of it
-  int64_t memory_bytes = 0;      ///< largest resident memory of this process so far
+  comm::MemoryUse memory;        ///< of the device; on a CPU, of this process and machine
 };
 
 /// Somewhere that records go. Throws std::runtime_error when it can't take one.
@@ -47,8 +48,12 @@ class Metrics {
   Metrics(const MetricsConfig& config, const MetricsScale& scale, std::FILE* out, std::FILE* err);
   ~Metrics();
 
+  /// For a peak that is only known once there is a device.
+  void set_peak_flops(double peak_flops) { scale_.peak_flops = peak_flops; }
+
   /// Call after each step in order; `step` counts from 1, `seconds` is what the step took.
-  void step(int64_t step, double loss, double grad_norm, double lr, double seconds);
+  void step(int64_t step, double loss, double grad_norm, double lr, double seconds,
+            const comm::MemoryUse& memory);
 
   /// Logs what is not logged yet and removes the bar; for an end before the last step.
   void finish();

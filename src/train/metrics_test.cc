@@ -59,12 +59,11 @@ class MetricsTest : public FolderTest {
 };
 
 TEST_F(MetricsTest, line_has_the_terms_of_torchtitan) {
-  StepRecord record{7, 5.54517, 1.25, 3e-3, 0.0831, 1234567.4, 0.412, int64_t{1} << 28};
-  const std::string line = console_line(record);
-  EXPECT_EQ(line.substr(0, line.find('(')),
+  StepRecord record{7,      5.54517,   1.25,  3e-3,
+                    0.0831, 1234567.4, 0.412, {int64_t{1} << 28, int64_t{1} << 30}};
+  EXPECT_EQ(console_line(record),
             "step:  7  loss:  5.5452  grad_norm:  1.2500  lr: 3.00e-03  tokens/s: 1,234,567  mfu: "
-            "41.2%  memory: 0.25GiB");
-  EXPECT_EQ(line.substr(line.find(')')), ")  time: 83.1ms");
+            "41.2%  memory: 0.25GiB(25.0%)  time: 83.1ms");
   record.tokens_per_second = 999;
   EXPECT_NE(console_line(record).find("tokens/s: 999  "), std::string::npos);
 }
@@ -75,7 +74,8 @@ TEST_F(MetricsTest, logs_every_few_steps_and_the_last) {
   {
     Metrics metrics(config_, {5, 100, 20.0, 40000.0}, out_, out_);
     for (int64_t step = 1; step <= 5; ++step) {
-      metrics.step(step, static_cast<double>(step), 0.5, 0.25, step == 4 ? 0.75 : 0.25);
+      metrics.step(step, static_cast<double>(step), 0.5, 0.25, step == 4 ? 0.75 : 0.25,
+                   {1000 + step, 4000});
     }
     metrics.finish();
   }
@@ -91,15 +91,27 @@ TEST_F(MetricsTest, logs_every_few_steps_and_the_last) {
   EXPECT_EQ(records[1]["ms"], 500.0);
   EXPECT_EQ(records[1]["tokens_per_second"], 200.0);
   EXPECT_EQ(records[1]["mfu"], 0.1);
-  EXPECT_GT(records[1]["memory_bytes"], 1 << 20);
+  EXPECT_EQ(records[1]["memory_bytes"], 1004);
   const std::string text = printed();
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 3);
   EXPECT_EQ(text.find('\r'), std::string::npos) << "a bar must not go to what is no terminal";
 }
 
+// The peak of a device is measured when there is one.
+TEST_F(MetricsTest, takes_a_peak_later) {
+  Metrics metrics(config_, {2, 100, 20.0, 0.0}, out_, out_);
+  metrics.step(1, 1, 1, 1, 0.5, {});
+  metrics.set_peak_flops(40000.0);
+  metrics.step(2, 1, 1, 1, 0.5, {});
+  const std::vector<json> records = lines();
+  ASSERT_EQ(records.size(), 2u);
+  EXPECT_EQ(records[0]["mfu"], 0.0);
+  EXPECT_EQ(records[1]["mfu"], 0.1);
+}
+
 // The sign of a NaN differs between machines and means nothing.
 TEST_F(MetricsTest, nan_has_no_sign) {
-  const std::string line = console_line({1, -std::nan(""), -std::nan(""), 0, 1, 1, 0, 1});
+  const std::string line = console_line({1, -std::nan(""), -std::nan(""), 0, 1, 1, 0, {}});
   EXPECT_NE(line.find("loss: nan"), std::string::npos) << line;
   EXPECT_NE(line.find("grad_norm: nan"), std::string::npos) << line;
 }
@@ -112,7 +124,7 @@ TEST_F(MetricsTest, terminal_gets_a_bar_that_is_wiped) {
   ASSERT_NE(user, nullptr);
   {
     Metrics metrics(config_, {100000, 1, 0, 0}, out_, user);
-    metrics.step(10000, 1, 1, 1, 20000);
+    metrics.step(10000, 1, 1, 1, 20000, {});
     metrics.finish();
   }
   char shown[256] = {};
@@ -128,7 +140,7 @@ TEST_F(MetricsTest, terminal_gets_a_bar_that_is_wiped) {
 TEST_F(MetricsTest, finish_logs_what_is_left) {
   config_.log_every = 10;
   Metrics metrics(config_, {100, 1, 0, 0}, out_, out_);
-  for (int64_t step = 1; step <= 13; ++step) metrics.step(step, 1, 1, 1, 1);
+  for (int64_t step = 1; step <= 13; ++step) metrics.step(step, 1, 1, 1, 1, {});
   metrics.finish();
   metrics.finish();
   ASSERT_EQ(lines().size(), 2u);
@@ -138,7 +150,7 @@ TEST_F(MetricsTest, finish_logs_what_is_left) {
 
 TEST_F(MetricsTest, json_stays_valid_when_the_loss_does_not) {
   Metrics metrics(config_, {1, 1, 0, 0}, out_, out_);
-  metrics.step(1, std::nan(""), std::numeric_limits<double>::infinity(), 1, 1);
+  metrics.step(1, std::nan(""), std::numeric_limits<double>::infinity(), 1, 1, {});
   ASSERT_EQ(lines().size(), 1u);
   EXPECT_TRUE(lines()[0]["loss"].is_null());
   EXPECT_TRUE(lines()[0]["grad_norm"].is_null());
@@ -149,7 +161,7 @@ TEST_F(MetricsTest, tensorboard_file_grows_by_whole_records) {
   config_.tensorboard = path("tb");
   Metrics metrics(config_, {3, 1, 0, 0}, out_, out_);
   for (int64_t step = 1; step <= 2; ++step) {
-    metrics.step(step, 2.5, 1, 1, 1);
+    metrics.step(step, 2.5, 1, 1, 1, {});
     const std::string bytes = event_bytes("tb");
     int64_t records = 0;
     size_t at = 0;
@@ -172,7 +184,7 @@ TEST_F(MetricsTest, files_of_an_earlier_run) {
   const auto run = [&](const std::string& if_exists) {
     config_.if_exists = if_exists;
     Metrics metrics(config_, {1, 1, 0, 0}, out_, out_);
-    metrics.step(1, 2, 1, 1, 1);
+    metrics.step(1, 2, 1, 1, 1, {});
   };
   const auto event_files = [&] {
     return std::distance(std::filesystem::directory_iterator(folder_ / "tb"), {});
