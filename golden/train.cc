@@ -75,7 +75,9 @@ Outputs train(const Case& config, const Inputs& inputs, Run& run, bool values) {
   const auto optimizer = make_optimizer(config, run.parameters);
   const auto copy = [&](const at::Tensor& tensor) {
     at::NoGradGuard no_grad;
-    return run.full(tensor.detach()).clone();
+    return run.full(tensor.detach())
+        .to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false,
+            /*copy=*/true);
   };
   Outputs outputs;
   const auto steps = static_cast<int64_t>(inputs.tokens.size());
@@ -108,8 +110,12 @@ Outputs train(const Case& config, const Inputs& inputs, Run& run, bool values) {
 
 at::Tensor microbatch_loss(const Case& config, nn::Llama& model, const Inputs& inputs, int64_t step,
                            int64_t microbatch, int64_t rank) {
-  const at::Tensor logits = model(inputs.tokens[step][microbatch][rank]);
-  return nn::next_token_loss(logits, inputs.labels[step][microbatch][rank]) / config.accumulate;
+  const at::Device device = model->table.device();
+  const auto of_rank = [&](const std::vector<at::Tensor>& ids) {
+    return ids[step][microbatch][rank].to(device);
+  };
+  const at::Tensor logits = model(of_rank(inputs.tokens));
+  return nn::next_token_loss(logits, of_rank(inputs.labels)) / config.accumulate;
 }
 
 fsdp::FullyShardOptions shard_options(const Case& config, comm::Runtime& runtime) {
@@ -154,12 +160,14 @@ Outputs train_sharded(const Case& config, const Inputs& inputs, comm::Runtime& r
         .item<double>();
   };
   run.gather_losses = [&](const std::vector<double>& mine) {
-    const at::Tensor input = at::full({1}, mine[0], at::kDouble);
-    const at::Tensor all = at::empty({config.world}, at::kDouble);
+    const at::TensorOptions options = at::TensorOptions(runtime.device()).dtype(at::kDouble);
+    const at::Tensor input = at::full({1}, mine[0], options);
+    const at::Tensor all = at::empty({config.world}, options);
     runtime.world()->all_gather_into(all, input, runtime.compute_stream());
     runtime.compute_stream().synchronize();
-    return std::vector<double>(all.const_data_ptr<double>(),
-                               all.const_data_ptr<double>() + config.world);
+    const at::Tensor host = all.cpu();
+    return std::vector<double>(host.const_data_ptr<double>(),
+                               host.const_data_ptr<double>() + config.world);
   };
   run.full = [](const at::Tensor& tensor) { return dtensor::full_tensor(tensor); };
   return train(config, inputs, run, values);
