@@ -26,8 +26,9 @@ namespace {
 
 using train::Config;
 
-/// FLOP/s of the devices that the ranks compute on; 0 where only the user knows. Ranks on the
-/// simulated mesh take turns on one core; processes have one each, as far as there are cores.
+/// FLOP/s of the devices that the ranks compute on; 0 of GPUs, which are there once ranks run.
+/// Ranks on the simulated mesh take turns on one core; processes have one each, as far as there are
+/// cores.
 double peak_flops(const RunPlan& plan) {
   const Config& config = plan.config;
   if (config.metrics.peak_tflops > 0) return config.metrics.peak_tflops * 1e12;
@@ -119,6 +120,11 @@ int train_command(const ConfigOptions& options) {
 
   train::StepResult last;
   run_ranks(plan, [&](comm::Runtime& runtime) {
+    if (runtime.rank() == 0 && !runtime.device().is_cpu() && config.metrics.peak_tflops == 0) {
+      const auto dtype = train::mixed_precision(config.training).param_dtype.value_or(at::kFloat);
+      metrics->set_peak_flops(train::measure_peak_flops(runtime, dtype) *
+                              static_cast<double>(config.parallelism.ranks));
+    }
     train::Trainer trainer(config, data, runtime);
     train::TrainOptions train_options{.stop_signal = &stop_signal};
     if (runtime.rank() == 0) {
