@@ -7,6 +7,7 @@ the tests are the same there.
 
 import os
 import re
+import socket
 import subprocess
 import tempfile
 import unittest
@@ -26,6 +27,12 @@ SETTINGS = {
 # sixth digit, which moves the fourth one printed behind the point by one at most.
 LOSSES = [6.1219, 5.9526, 6.0188, 5.9042]
 TOLERANCE = 1.5e-4
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 class NoGpu(unittest.TestCase):
@@ -82,7 +89,7 @@ class NoGpu(unittest.TestCase):
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
+            "MASTER_PORT": str(free_port()),
         }
         done = self.run_binary([], nccl, **launched)
         self.check_refusal(done)
