@@ -95,8 +95,12 @@ class NoGpu(unittest.TestCase):
         self.check_refusal(done)
         self.assertRegex(done.stderr, r"GPU|driver|device")
 
-    def test_nccl_without_a_launcher_is_one_line(self):
-        self.check_refusal(self.run_binary([], {**SETTINGS, "communication.backend": "nccl"}))
+    # As many lines as ranks would say the same, or `launch` wait for ranks that are gone.
+    def test_nccl_without_a_launcher_or_by_launch_is_one_line(self):
+        for before in ([], ["launch", "-n", "2", "--"]):
+            done = self.run_binary(before, {**SETTINGS, "communication.backend": "nccl"})
+            self.check_refusal(done)
+            self.assertRegex(done.stderr, r"GPU|driver|device")
 
 
 if __name__ == "__main__":
