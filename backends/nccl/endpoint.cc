@@ -20,6 +20,8 @@ using std::chrono::steady_clock;
 
 /// How long a failed rank waits for its device to stop, and for the store to say why.
 constexpr milliseconds kGrace{2000};
+/// A report is old after so many periods; ranks send one every third at least.
+constexpr int kFreshPeriods = 6;
 
 std::string in_words(const What& what, const std::string& why) {
   return fmt::format("{}: {}; this is rank {}", what.to_string(), why, what.group->rank());
@@ -58,7 +60,8 @@ void Endpoint::fail_asking(const What& what, const std::string& why) {
   const std::string others =
       found.answered
           ? describe_others(*what.group, mine == progress.end() ? Progress{} : mine->second,
-                            found.reports, std::chrono::system_clock::now(), settings.report * 5)
+                            found.reports, std::chrono::system_clock::now(),
+                            kFreshPeriods * settings.report)
           : "the store on rank 0 does not answer, so nothing is known of the others";
   fail(in_words(what, why) + (others.empty() ? "" : "; " + others));
 }

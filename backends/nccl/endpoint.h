@@ -63,6 +63,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   /// what is added after that would never be aborted.
   void add(std::shared_ptr<Handle> handle);
   std::vector<std::shared_ptr<Handle>> handles() const;
+  /// Whether this rank waits for others: its work is under way, or it is at its end.
+  bool waits() const { return ending_ || !log.empty(); }
+  void set_ending() { ending_ = true; }
   /// The device has stopped: nothing that this rank has issued runs any more.
   void set_aborted() { aborted_ = true; }
 
@@ -80,6 +83,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::condition_variable woken_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> aborted_{false};
+  std::atomic<bool> ending_{false};
   std::atomic<uint64_t> host_waits_{0};
   /// Guarded by mutex_.
   std::string failure_;

@@ -20,7 +20,12 @@ using std::chrono::steady_clock;
 
 constexpr const char* kUniqueId = "ppfsdp/nccl/unique_id";
 
+/// Set by the last rank whose communicator is there.
+constexpr const char* kAllStarted = "ppfsdp/nccl/all_started";
+constexpr const char* kStarted = "ppfsdp/nccl/started";
+
 std::string here_key(int rank) { return fmt::format("ppfsdp/nccl/here/{}", rank); }
+std::string started_key(int rank) { return fmt::format("ppfsdp/nccl/started/{}", rank); }
 
 /// Between two questions whether NCCL is through: usually it is within microseconds.
 void pause(steady_clock::time_point begin) {
@@ -42,14 +47,17 @@ std::string found_no_end(const Endpoint& endpoint) {
   return fmt::format("was not done within {}", comm::seconds(endpoint.settings.timeout));
 }
 
-/// The ranks that have not come to start NCCL.
+/// The ranks that have not come to start NCCL, or if all have, those that are not through with it.
 std::string who_is_missing(const Endpoint& endpoint, const Group& group) {
-  std::vector<int> missing;
+  std::vector<int> absent, busy;
   for (const int rank : group.ranks) {
-    if (!endpoint.settings.store->check({here_key(rank)})) missing.push_back(rank);
+    if (!endpoint.settings.store->check({here_key(rank)})) absent.push_back(rank);
+    if (!endpoint.settings.store->check({started_key(rank)})) busy.push_back(rank);
   }
-  if (missing.empty()) return "all ranks had come";
-  return list_ranks(missing) + " had not come";
+  if (!absent.empty()) return name_ranks(absent) + " had not come";
+  if (busy.empty()) return "all ranks had come";
+  return fmt::format("all ranks had come; {} {} not through", name_ranks(busy),
+                     busy.size() == 1 ? "was" : "were");
 }
 
 }  // namespace
@@ -87,7 +95,7 @@ std::shared_ptr<Handle> Handle::join_world(const std::shared_ptr<Endpoint>& endp
   ncclConfig_t config = make_config(*group);
   ncclResult_t result;
   {
-    const std::lock_guard lock(handle->mutex_);
+    const auto lock = handle->acquire();
     handle->check_open();
     result = ncclCommInitRankConfig(&handle->comm_, group->size(), id, group->index, &config);
   }
@@ -96,6 +104,12 @@ std::shared_ptr<Handle> Handle::join_world(const std::shared_ptr<Endpoint>& endp
     fail(fmt::format("{}; {}", found_no_end(*endpoint), who_is_missing(*endpoint, *group)));
   }
   if (result != ncclSuccess) fail(handle->error_text(result));
+  // One rank's NCCL may be through while another's is not. Nobody begins before all can.
+  store.set(started_key(group->rank()), std::vector<uint8_t>{1});
+  if (store.add(kStarted, 1) == group->size()) store.set(kAllStarted, std::vector<uint8_t>{1});
+  if (!endpoint->wait_for_key(kAllStarted)) {
+    fail(fmt::format("{}; {}", found_no_end(*endpoint), who_is_missing(*endpoint, *group)));
+  }
   return handle;
 }
 
@@ -109,7 +123,7 @@ std::shared_ptr<Handle> Handle::split(GroupPtr group, int color, const What& wha
       },
       what);
   {
-    const std::lock_guard lock(part->mutex_);
+    const auto lock = part->acquire();
     part->check_open();
     part->comm_ = std::exchange(part->made_, nullptr);
     if (part->comm_ == nullptr) endpoint_->raise(what, "NCCL made no communicator");
@@ -118,6 +132,15 @@ std::shared_ptr<Handle> Handle::split(GroupPtr group, int color, const What& wha
   if (result == ncclInProgress) endpoint_->raise_asking(what, found_no_end(*endpoint_));
   if (result != ncclSuccess) endpoint_->raise_asking(what, part->error_text(result));
   return part;
+}
+
+std::unique_lock<std::mutex> Handle::acquire() {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  for (const auto begin = steady_clock::now(); !lock.owns_lock(); lock.try_lock()) {
+    endpoint_->check_alive();
+    pause(begin);
+  }
+  return lock;
 }
 
 void Handle::check_open() const {
@@ -130,8 +153,9 @@ void Handle::check_open() const {
 }
 
 std::string Handle::error_text(ncclResult_t result) {
-  const std::lock_guard lock(mutex_);
-  const std::string last = comm_ == nullptr ? "" : comm::first_line(ncclGetLastError(comm_));
+  const auto lock = acquire();
+  // Known even when there is no communicator.
+  const std::string last = comm::first_line(ncclGetLastError(comm_));
   return fmt::format("NCCL says: {}{}", ncclGetErrorString(result),
                      last.empty() ? "" : fmt::format(" ({})", last));
 }
@@ -141,7 +165,7 @@ ncclResult_t Handle::settle() {
   const auto deadline = begin + endpoint_->settings.timeout;
   for (;;) {
     {
-      const std::lock_guard lock(mutex_);
+      const auto lock = acquire();
       check_open();
       ncclResult_t state = ncclSuccess;
       const ncclResult_t result = ncclCommGetAsyncError(comm_, &state);
@@ -156,7 +180,7 @@ ncclResult_t Handle::settle() {
 ncclResult_t Handle::try_call(c10::function_ref<ncclResult_t(ncclComm_t)> work) {
   ncclResult_t result;
   {
-    const std::lock_guard lock(mutex_);
+    const auto lock = acquire();
     check_open();
     result = work(comm_);
   }

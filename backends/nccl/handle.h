@@ -63,6 +63,8 @@ class Handle {
  private:
   /// Asks until nothing is in progress; ncclInProgress when the timeout is over.
   ncclResult_t settle();
+  /// The mutex; throws instead of waiting for it when this rank has failed.
+  std::unique_lock<std::mutex> acquire();
   /// Throws when there is no communicator any more. mutex_ is held.
   void check_open() const;
   std::string error_text(ncclResult_t result);

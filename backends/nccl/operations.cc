@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <string>
 #include <utility>
 
 #include "backends/nccl/call_record.h"
 #include "backends/nccl/types.h"
+#include "src/comm/communicator.h"
 #include "src/comm/text.h"
 
 namespace ppfsdp::nccl {
@@ -139,11 +141,15 @@ void Issuer::collective(Operation operation, const std::shared_ptr<NcclStream>& 
       return;
     }
     finish_check(operation.what, *check, *stream);
-    return launch(operation, *stream, nullptr);
+    return launch(std::move(operation), *stream);
   }
   const bool compared = !alone && number % kCheckPeriod == 0 && endpoint_->settings.checked > 0;
-  launch(operation, *stream,
-         compared ? start_check(operation.what, /*lists=*/false, *stream) : nullptr);
+  if (compared) {
+    // Found when it is done, which the operation may never be.
+    note(operation.what, *stream, start_check(operation.what, /*lists=*/false, *stream),
+         /*prelude=*/true);
+  }
+  launch(std::move(operation), *stream);
 }
 
 void Issuer::agree(const What& what, NcclStream& stream) {
@@ -169,31 +175,47 @@ void Issuer::message(const at::Tensor& tensor, int peer, bool sends,
     std::vector<int64_t> record(record_words());
     write_record(call, record.data());
     const auto* bytes = reinterpret_cast<const uint8_t*>(record.data());
-    endpoint_->settings.store->set(
-        message_key(*group_, group_->index, peer, operation.what.number),
-        std::vector<uint8_t>(bytes, bytes + record.size() * sizeof(int64_t)));
+    ask_store(operation.what, [&](c10d::Store& store) {
+      store.set(message_key(*group_, group_->index, peer, operation.what.number),
+                std::vector<uint8_t>(bytes, bytes + record.size() * sizeof(int64_t)));
+    });
   }
   if (stream->is_compute()) {
     issue();
     stream->issue_deferred();
     std::vector<Waiting> one;
     one.push_back({std::move(operation), stream, nullptr});
-    return launch_messages(one);
+    return launch_messages(std::move(one));
   }
   waiting_.push_back({std::move(operation), stream, nullptr});
   stream->defer(shared_from_this());
 }
 
+void Issuer::ask_store(const What& what, c10::function_ref<void(c10d::Store&)> ask) {
+  try {
+    ask(*endpoint_->settings.store);
+  } catch (const comm::CommError&) {
+    throw;
+  } catch (const std::exception& error) {
+    endpoint_->raise(what, fmt::format("the store on rank 0 cannot be reached ({})",
+                                       comm::first_line(error.what())));
+  }
+}
+
 void Issuer::compare_with_sender(const What& what) {
   const std::string key = message_key(*group_, what.peer, group_->index, what.number);
-  if (!endpoint_->wait_for_key(key)) {
+  bool there = false;
+  ask_store(what, [&](c10d::Store&) { there = endpoint_->wait_for_key(key); });
+  if (!there) {
     endpoint_->raise_asking(what,
                             fmt::format("rank {} did not send within {}", group_->ranks[what.peer],
                                         comm::seconds(endpoint_->settings.timeout)));
   }
-  c10d::Store& store = *endpoint_->settings.store;
-  const std::vector<uint8_t> sent = store.get(key);
-  store.deleteKey(key);
+  std::vector<uint8_t> sent;
+  ask_store(what, [&](c10d::Store& store) {
+    sent = store.get(key);
+    store.deleteKey(key);
+  });
   // The sender's record, then this rank's.
   const size_t words = record_words();
   std::vector<int64_t> records(2 * words);
@@ -204,32 +226,47 @@ void Issuer::compare_with_sender(const What& what) {
   if (difference) endpoint_->raise(what, *difference);
 }
 
-void Issuer::launch_messages(const std::vector<Waiting>& messages) {
+void Issuer::launch_messages(std::vector<Waiting> messages) {
   for (const Waiting& message : messages) {
     const What& what = message.operation.what;
     if (!what.sends && what.number < endpoint_->settings.checked) compare_with_sender(what);
   }
+  // All on one stream, in which the others' work before and after is brought into order: what NCCL
+  // makes of several streams in a group is the same.
+  const std::shared_ptr<NcclStream>& carrier = messages.front().stream;
+  std::vector<NcclStream*> others;
+  for (const Waiting& message : messages) {
+    NcclStream* const stream = message.stream.get();
+    if (stream != carrier.get() &&
+        std::find(others.begin(), others.end(), stream) == others.end()) {
+      others.push_back(stream);
+    }
+  }
+  for (const NcclStream* other : others) other->mark()->block(carrier->stream());
   handle_->call(
       [&](ncclComm_t comm) {
         NcclGroup group;
         for (const Waiting& message : messages) {
           if (message.operation.output.numel() == 0) continue;
-          group.add(enqueue(message.operation, ncclSum, comm, message.stream->native()));
+          group.add(enqueue(message.operation, ncclSum, comm, carrier->native()));
         }
         return group.end();
       },
       messages.front().operation.what);
-  for (const Waiting& message : messages) {
+  if (!others.empty()) {
+    const EventPool::Handle end = carrier->mark();
+    for (const NcclStream* other : others) end->block(other->stream());
+  }
+  for (Waiting& message : messages) {
     message.stream->keep(message.operation.output, {});
-    note(message.operation.what, *message.stream, nullptr);
+    note(std::move(message.operation.what), *carrier);
   }
 }
 
-void Issuer::launch(const Operation& operation, NcclStream& stream,
-                    std::shared_ptr<const Check> check) {
+void Issuer::launch(Operation operation, NcclStream& stream) {
   const What& what = operation.what;
   const Call& call = what.call;
-  if (is_empty(operation)) return note(what, stream, std::move(check));
+  if (is_empty(operation)) return note(std::move(operation.what), stream);
   const bool reduces = call.kind == Call::Kind::kReduceScatter ||
                        call.kind == Call::Kind::kAllReduce || call.kind == Call::Kind::kBarrier;
   const bool premul = reduces && call.op.kind == comm::ReduceOp::Kind::kPremulSum;
@@ -247,23 +284,23 @@ void Issuer::launch(const Operation& operation, NcclStream& stream,
                 what);
   if (premul) handle_->call([&](ncclComm_t comm) { return ncclRedOpDestroy(op, comm); }, what);
   stream.keep(operation.output, operation.input);
-  note(what, stream, std::move(check));
+  note(std::move(operation.what), stream);
 }
 
-void Issuer::note(const What& what, const NcclStream& stream, std::shared_ptr<const Check> check,
+void Issuer::note(What what, const NcclStream& stream, std::shared_ptr<const Check> check,
                   bool prelude) {
-  endpoint_->log.add(
-      {what, &stream, std::chrono::steady_clock::now(), stream.mark(), std::move(check), prelude});
+  endpoint_->log.add({std::move(what), &stream, std::chrono::steady_clock::now(), stream.mark(),
+                      std::move(check), prelude});
 }
 
 void Issuer::issue() {
   if (waiting_.empty()) return;
   endpoint_->check_alive();
-  const std::vector<Waiting> waiting = std::exchange(waiting_, {});
-  const Waiting& first = waiting.front();
-  if (first.check == nullptr) return launch_messages(waiting);
+  std::vector<Waiting> waiting = std::exchange(waiting_, {});
+  Waiting& first = waiting.front();
+  if (first.check == nullptr) return launch_messages(std::move(waiting));
   finish_check(first.operation.what, *first.check, *first.stream);
-  launch(first.operation, *first.stream, nullptr);
+  launch(std::move(first.operation), *first.stream);
 }
 
 void Issuer::end() {

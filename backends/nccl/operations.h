@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <cstdint>
 #include <memory>
@@ -76,10 +77,12 @@ class Issuer final : public Deferred, public std::enable_shared_from_this<Issuer
   /// Waits for the comparison, makes that of the lists if the call has any, and throws what
   /// differs.
   void finish_check(const What& what, const Check& check, NcclStream& stream);
-  void launch(const Operation& operation, NcclStream& stream, std::shared_ptr<const Check> check);
-  void launch_messages(const std::vector<Waiting>& messages);
+  void launch(Operation operation, NcclStream& stream);
+  void launch_messages(std::vector<Waiting> messages);
+  /// Lets `ask` use the store; an error of that is a CommError of the operation.
+  void ask_store(const What& what, c10::function_ref<void(c10d::Store&)> ask);
   void compare_with_sender(const What& what);
-  void note(const What& what, const NcclStream& stream, std::shared_ptr<const Check> check,
+  void note(What what, const NcclStream& stream, std::shared_ptr<const Check> check = nullptr,
             bool prelude = false);
 
   const std::shared_ptr<Endpoint> endpoint_;

@@ -7,6 +7,8 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "backends/start/agreement.h"
+
 namespace ppfsdp::nccl {
 namespace {
 
@@ -50,18 +52,8 @@ std::optional<Report> report_from(const std::string& text) {
   }
 }
 
-std::string list_ranks(const std::vector<int>& ranks) {
-  std::vector<std::string> parts;
-  for (size_t begin = 0, end = 0; begin < ranks.size(); begin = end) {
-    for (end = begin + 1; end < ranks.size() && ranks[end] == ranks[end - 1] + 1; ++end) {
-    }
-    if (end - begin > 2) {
-      parts.push_back(fmt::format("{}-{}", ranks[begin], ranks[end - 1]));
-    } else {
-      for (size_t i = begin; i < end; ++i) parts.push_back(std::to_string(ranks[i]));
-    }
-  }
-  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(parts, ", "));
+std::string name_ranks(const std::vector<int>& ranks) {
+  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", start::list_ranks(ranks));
 }
 
 std::string describe_others(const Group& group, const Progress& mine,
@@ -108,10 +100,10 @@ std::string describe_others(const Group& group, const Progress& mine,
   }
   std::vector<std::string> parts;
   for (const auto& [text, ranks] : said) {
-    parts.push_back(fmt::format("{} {}", list_ranks(ranks), text));
+    parts.push_back(fmt::format("{} {}", name_ranks(ranks), text));
   }
   if (!with_me.empty()) {
-    parts.push_back(fmt::format("{} {} where this rank is", list_ranks(with_me),
+    parts.push_back(fmt::format("{} {} where this rank is", name_ranks(with_me),
                                 with_me.size() == 1 ? "is" : "are"));
   }
   return fmt::format("{}", fmt::join(parts, "; "));

@@ -47,6 +47,6 @@ std::string describe_others(const Group& group, const Progress& mine,
                             std::chrono::milliseconds fresh);
 
 /// "rank 3", "ranks 1-3, 5"; `ranks` ascending, not empty.
-std::string list_ranks(const std::vector<int>& ranks);
+std::string name_ranks(const std::vector<int>& ranks);
 
 }  // namespace ppfsdp::nccl

@@ -22,7 +22,7 @@ using std::chrono::system_clock;
 constexpr const char* kFailure = "ppfsdp/nccl/failure";
 constexpr const char* kLeft = "ppfsdp/nccl/left";
 /// Periods between reports that say nothing new.
-constexpr int kQuietPeriods = 5;
+constexpr int kQuietPeriods = 3;
 constexpr milliseconds kPatience{2000};
 
 std::string report_key(int rank) { return fmt::format("ppfsdp/nccl/report/{}", rank); }

@@ -36,9 +36,9 @@ class Reporter {
   };
 
   /// Every `period` the rank's progress goes to the store, if it has changed or the last report is
-  /// five periods old, and the others' failure is looked for. A rank that waits takes its neighbour
-  /// (the next number) for dead when no new report of it came for `silence`: so every death is seen
-  /// by one rank and told to all.
+  /// three periods old, and the others' failure is looked for. A rank that waits takes its
+  /// neighbour (the next number) for dead when no new report of it came for `silence`: so every
+  /// death is seen by one rank and told to all.
   Reporter(c10::intrusive_ptr<c10d::Store> store, Rank rank, std::chrono::milliseconds period,
            std::chrono::milliseconds silence);
   ~Reporter();

@@ -22,6 +22,7 @@
 #include "backends/nccl/reporter.h"
 #include "backends/nccl/streams.h"
 #include "backends/nccl/watchdog.h"
+#include "src/comm/text.h"
 
 namespace ppfsdp::nccl {
 namespace {
@@ -47,7 +48,7 @@ std::shared_ptr<Reporter> make_reporter(const std::shared_ptr<Endpoint>& endpoin
   };
   rank.waits = [weak] {
     const auto endpoint = weak.lock();
-    return endpoint != nullptr && !endpoint->log.empty();
+    return endpoint != nullptr && endpoint->waits();
   };
   rank.fail = [weak, number = settings.rank](const std::string& why) {
     if (const auto endpoint = weak.lock()) {
@@ -108,14 +109,14 @@ class Runtime final : public NcclRuntime {
     if (endpoint_->settings.shares_process) {
       generator_ = own_generator(endpoint_->settings.tensors);
     }
-    // It is waited for in the call that uses it, as the compute stream is.
-    const auto control =
-        std::make_shared<NcclStream>("control", endpoint_, new_stream(0), /*compute=*/true);
-    GroupPtr group = make_world(endpoint_->settings);
-    auto handle = Handle::join_world(endpoint_, group);
-    auto issuer = std::make_shared<Issuer>(endpoint_, std::move(group), std::move(handle));
-    endpoint_->add(issuer);
-    world_ = std::make_shared<NcclCommunicator>(std::move(issuer), control);
+    try {
+      join_world();
+    } catch (const std::exception& error) {
+      // Whatever it was, the others must not wait for this rank, and NCCL must end what it began.
+      endpoint_->fail(
+          fmt::format("starting NCCL on rank {}: {}", rank(), comm::first_line(error.what())));
+      throw comm::CommError(endpoint_->failure());
+    }
   }
 
   ~Runtime() override {
@@ -164,6 +165,17 @@ class Runtime final : public NcclRuntime {
   uint64_t host_waits() const override { return endpoint_->host_waits(); }
 
  private:
+  void join_world() {
+    // It is waited for in the call that uses it, as the compute stream is.
+    const auto control =
+        std::make_shared<NcclStream>("control", endpoint_, new_stream(0), /*compute=*/true);
+    GroupPtr group = make_world(endpoint_->settings);
+    auto handle = Handle::join_world(endpoint_, group);
+    auto issuer = std::make_shared<Issuer>(endpoint_, std::move(group), std::move(handle));
+    endpoint_->add(issuer);
+    world_ = std::make_shared<NcclCommunicator>(std::move(issuer), control);
+  }
+
   c10::Stream new_stream(int priority) const {
     return guard_.getNewStream(endpoint_->settings.streams, priority);
   }
@@ -175,6 +187,7 @@ class Runtime final : public NcclRuntime {
       if (const auto stream = weak.lock()) stream->synchronize();
     }
     for (const auto& deferred : endpoint_->deferred()) deferred->end();
+    endpoint_->set_ending();
     // Done when all ranks have come this far. The last groups are parts of earlier ones.
     auto handles = endpoint_->handles();
     std::reverse(handles.begin(), handles.end());

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <thread>
 
@@ -18,18 +17,19 @@ namespace ppfsdp::nccl {
 class Watchdog {
  public:
   explicit Watchdog(std::shared_ptr<Endpoint> endpoint);
-  /// Stops it, after it has dealt with a failure that is known.
+  /// Stops it, after it has dealt with a failure that is known. Should NCCL not come back from an
+  /// abort, the thread is left behind after ten seconds.
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
  private:
-  void run();
-  void look();
-  void end_failed_rank();
+  struct State;
+  static void run(State& state);
+  static void look(Endpoint& endpoint);
+  static void end_failed_rank(Endpoint& endpoint);
 
-  const std::shared_ptr<Endpoint> endpoint_;
-  std::atomic<bool> stopping_{false};
+  const std::shared_ptr<State> state_;
   std::thread thread_;
 };
 
