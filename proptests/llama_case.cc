@@ -138,11 +138,11 @@ std::string LlamaCase::str() const {
   return fmt::format(
       "world={} vocab={} dim={} heads={} kv_heads={} layers={} hidden={} tied={} batch={} seq={} "
       "steps={} microbatches={} reshard={} param_dtype={} reduce_dtype={} optimizer={} max_norm={} "
-      "norm_type={} frozen='{}' seed={} schedule={} schedule_seed={} order={}",
+      "norm_type={} group_memory={} frozen='{}' seed={} schedule={} schedule_seed={} order={}",
       world, model.vocab_size, model.dim, model.n_heads, model.kv_heads(), model.n_layers,
       model.hidden_dim, model.tied_output, batch, seq, steps, microbatches, flag,
       dtype_name(policy.param_dtype), dtype_name(policy.reduce_dtype), adamw ? "adamw" : "sgd",
-      max_norm, norm_type, frozen, seed,
+      max_norm, norm_type, group_memory, frozen, seed,
       mesh.schedule == sim::Schedule::kRandom ? "random" : "round_robin", mesh.seed,
       comm::to_string(mesh.order));
 }
@@ -153,9 +153,11 @@ LlamaResult train_sharded(const LlamaCase& c, comm::Runtime& runtime) {
                                         .reshard_after_forward = c.reshard,
                                         .mp_policy = c.policy};
   for (nn::LlamaBlock& block : model->blocks()) {
-    fsdp::fully_shard(*block, options);
+    fsdp::fully_shard(*block, options)
+        .set_allocate_memory_from_process_group_for_comm(c.group_memory);
   }
   fsdp::FSDPModule sharded = fsdp::fully_shard(*model, options);
+  sharded.set_allocate_memory_from_process_group_for_comm(c.group_memory);
   const std::vector<at::Tensor> parameters = trainable(model);
   const auto optimizer = make_optimizer(c, parameters);
   LlamaResult result;

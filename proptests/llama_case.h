@@ -29,6 +29,8 @@ struct LlamaCase {
   bool adamw = true;
   double max_norm = 0.5;
   double norm_type = 2;
+  /// Gathers and reduce-scatters use memory that the communicator makes.
+  bool group_memory = false;
   std::string frozen;  ///< parameters whose name contains this do not require grad; "" none
   uint64_t seed = 0;   ///< initial values and tokens
   sim::WorldOptions mesh;

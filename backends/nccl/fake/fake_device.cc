@@ -93,6 +93,10 @@ StreamPoint FakeDevices::enqueue(FakeStream& stream, std::unique_ptr<StreamTask>
   return stream.end();
 }
 
+bool FakeDevices::drops_wait(const FakeStream& stream) {
+  return stream.device() == 0 && ++event_waits_ == options_.dropped_wait;
+}
+
 void FakeDevices::wake() {
   woken_ = true;
   work_.notify_all();

@@ -73,6 +73,9 @@ struct FakeDeviceOptions {
   /// Which of the streams that can go on does so first. With `late`, not 0 also lets streams go on
   /// by chance.
   uint64_t seed = 0;
+  /// Not 0: on device 0 the how-many-th wait of a stream for an event does not happen, a fault that
+  /// tests of the order must see.
+  uint64_t dropped_wait = 0;
 };
 
 /// How often the rank's thread of a device blocked for it, or would have on a GPU.
@@ -128,6 +131,8 @@ class FakeDevices {
   // With the lock held:
 
   StreamPoint enqueue(FakeStream& stream, std::unique_ptr<StreamTask> task);
+  /// Counts a wait of the stream for an event; whether it is the one to drop.
+  bool drops_wait(const FakeStream& stream);
   /// Something that tasks look at has changed.
   void wake();
   void add_fault(std::string fault) { faults_.push_back(std::move(fault)); }
@@ -165,6 +170,7 @@ class FakeDevices {
   std::deque<StreamPoint> awaited_;
   std::deque<StreamPoint> asked_;
   std::vector<HostWaits> waits_;
+  uint64_t event_waits_ = 0;
   std::vector<std::string> faults_;
   /// Freed, but streams may still use it.
   std::deque<Memory> freed_;

@@ -225,6 +225,29 @@ TEST(FakeDevice, LateStreamsStayUntilSomebodyWaits) {
   set_rank_thread(-1);
 }
 
+TEST(FakeDevice, ADroppedWaitShows) {
+  FakeDeviceOptions options;
+  options.dropped_wait = 2;
+  FakeDevices devices(options);
+  set_rank_thread(0);
+  const c10::impl::VirtualGuardImpl guard(kType);
+  const c10::Stream side = guard.getNewStream(kDevice), other = guard.getNewStream(kDevice);
+  bool open = false;
+  {
+    const auto held = devices.lock();
+    devices.enqueue(*static_cast<FakeStream*>(side.native_handle()),
+                    std::make_unique<Gate>(open, [] {}));
+  }
+  c10::Event event(kType);
+  event.record(side);
+  const c10::Stream third = guard.getNewStream(kDevice);
+  event.block(third);
+  event.block(other);
+  EXPECT_FALSE(third.query());
+  EXPECT_TRUE(other.query());
+  set_rank_thread(-1);
+}
+
 // What polls instead of blocking must get ahead as well, and be seen.
 TEST(FakeDevice, AskingAgainAndAgainIsAWait) {
   FakeDeviceOptions options;

@@ -127,6 +127,7 @@ class FakeGuardImpl final : public c10::impl::DeviceGuardImplInterface {
     FakeDevices& devices = living();
     FakeStream& waiting = resolve(stream);
     auto held = devices.lock();
+    if (devices.drops_wait(waiting)) return;
     const StreamPoint point = static_cast<FakeEvent*>(event)->point;
     if (point.reached() && waiting.end().reached()) return;
     const StreamPoint waited = devices.enqueue(waiting, make_wait(point));

@@ -340,6 +340,8 @@ TEST_F(FakeNcclTest, InitThatNeverReturnsDoesUntilAborted) {
 }
 
 TEST_F(FakeNcclTest, MisusesAreNoted) {
+  nccl_.inject([](const NcclCall& call) { return call.function == "AllReduce" && call.nth == 1; },
+               {NcclFault::Kind::kNeverDone});
   run(1, false, [&](Rank& mine) {
     float value = 1;
     const auto reduce = [&] {
@@ -347,6 +349,8 @@ TEST_F(FakeNcclTest, MisusesAreNoted) {
     };
     EXPECT_EQ(reduce(), ncclInProgress);
     EXPECT_EQ(reduce(), ncclInvalidArgument);
+    mine.settle();
+    EXPECT_EQ(reduce(), ncclInProgress);
     mine.settle();
     void *memory = nullptr, *handle = nullptr;
     EXPECT_EQ(ncclMemAlloc(&memory, 64), ncclSuccess);

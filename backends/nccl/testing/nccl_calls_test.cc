@@ -269,7 +269,9 @@ TEST(NcclCalls, TheWorldIsMadeWithoutBlocking) {
     EXPECT_EQ(
         to_string(calls.at(first)),
         fmt::format("CommInitRankConfig(comm 0, 3, rank {}, blocking=0 commName=world)", rank));
-    if (rank == 0) EXPECT_EQ(calls[0].function, "GetUniqueId");
+    if (rank == 0) {
+      EXPECT_EQ(calls[0].function, "GetUniqueId");
+    }
     EXPECT_EQ(to_string(calls.at(calls.size() - 2)), "CommFinalize(comm 0)");
     EXPECT_EQ(to_string(calls.back()), "CommDestroy(comm 0)");
   }
