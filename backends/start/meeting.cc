@@ -191,11 +191,18 @@ class Agreement {
   c10d::Store& store_;
 };
 
-/// Rank 0's socket. When the port is taken it may be by another rank 0 of this world.
-int open_port(const MeetingOptions& options, const std::string& address) {
-  const int listener = listen_at(address, options.master_port);
-  if (listener >= 0) return listener;
-  const int error = errno;
+/// Rank 0's socket, at the first of the master's addresses that is this machine's; `address`
+/// becomes that. When the port is taken it may be by another rank 0 of this world.
+int open_port(const MeetingOptions& options, const addrinfo* addresses, std::string& address) {
+  int error = EADDRNOTAVAIL;
+  for (const addrinfo* at = addresses; at != nullptr; at = at->ai_next) {
+    address = numeric(*at);
+    const int listener = listen_at(address, options.master_port);
+    if (listener >= 0) return listener;
+    error = errno;
+    // "localhost" may have an address of a protocol that this machine does not speak.
+    if (error != EADDRNOTAVAIL && error != EAFNOSUPPORT) break;
+  }
   if (error != EADDRINUSE) {
     throw CommError(fmt::format("rendezvous: rank 0 cannot listen at {}: {}", where(options),
                                 std::strerror(error)));
@@ -236,7 +243,8 @@ Meeting meet(const MeetingOptions& options) {
   int listener = -1;
   if (serves) {
     meeting.address = numeric(*addresses);
-    listener = options.listen_fd >= 0 ? options.listen_fd : open_port(options, meeting.address);
+    listener = options.listen_fd >= 0 ? options.listen_fd
+                                      : open_port(options, addresses.get(), meeting.address);
   } else {
     meeting.address = find_listener(addresses.get(), deadline);
     if (meeting.address.empty()) {
