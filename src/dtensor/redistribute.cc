@@ -51,7 +51,9 @@ int64_t numel_of(const std::vector<int64_t>& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
 }
 
-/// One group of ranks and the local tensors' device stream.
+/// One group of ranks and the local tensors' device stream. All that is done here is done there,
+/// what tensors are made for it and what is communicated: so nothing has to be waited for, neither
+/// before a buffer is read nor before it goes.
 struct Group {
   Group(const mesh::DeviceMesh& mesh, int64_t mesh_dim)
       : communicator(mesh.communicator(mesh_dim)),

@@ -1,8 +1,11 @@
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "src/comm/reduction.h"
 #include "src/comm/runtime.h"
@@ -18,11 +21,17 @@ enum class VerifyMode {
   kTolerance,  ///< make_tolerance_expectation
 };
 
+/// What to tell a user who wants ranks on `device` verified by the reference, which runs on the
+/// CPU; empty if it can be. A GPU adds in another order, and what it draws to begin with are other
+/// values.
+std::string refuse_verify(const Config& config, VerifyMode mode, c10::Device device);
+
 /// Trains a config sharded and, on rank 0, on one device beside it, and compares each step.
 class Verifier {
  public:
-  /// Every rank of the world makes one. `order`: how the reference folds; by default as `runtime`
-  /// does, and anything else must be found out. The others outlive it.
+  /// Every rank of the world makes one. Throws ConfigError for what refuse_verify refuses. `order`:
+  /// how the reference folds; by default as `runtime` does, and anything else must be found out.
+  /// The others outlive it.
   Verifier(const Config& config, const DataLoader& data, comm::Runtime& runtime, VerifyMode mode,
            std::optional<comm::ReductionOrder> order = std::nullopt);
 

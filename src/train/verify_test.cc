@@ -259,5 +259,20 @@ TEST_F(VerifyTest, one_flipped_bit_of_a_reduction_names_parameter_step_and_rank)
   EXPECT_NE(said.find(" on rank 2 is "), std::string::npos) << said;
 }
 
+// A reference on the CPU has neither a GPU's order of additions nor the values that one draws; what
+// is compared all the same would differ for these reasons.
+TEST(RefuseVerifyTest, gpus_are_verified_by_tolerance_from_given_weights) {
+  Config config;
+  const c10::Device gpu(c10::kCUDA, 1);
+  for (const VerifyMode mode : {VerifyMode::kExact, VerifyMode::kTolerance}) {
+    EXPECT_EQ(refuse_verify(config, mode, c10::kCPU), "");
+  }
+  EXPECT_NE(refuse_verify(config, VerifyMode::kTolerance, gpu).find("cuda:1 needs model.weights"),
+            std::string::npos);
+  config.model.weights = "weights.safetensors";
+  EXPECT_EQ(refuse_verify(config, VerifyMode::kTolerance, gpu), "");
+  EXPECT_NE(refuse_verify(config, VerifyMode::kExact, gpu).find("--tolerance"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace ppfsdp::train
