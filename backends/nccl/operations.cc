@@ -133,7 +133,7 @@ void Issuer::collective(Operation operation, const std::shared_ptr<NcclStream>& 
   stream->issue_deferred();
   const uint64_t number = operation.what.number;
   const bool alone = group_->size() == 1;
-  if (!alone && (operation.always_checked || number < endpoint_->settings.checked)) {
+  if (!alone && number < endpoint_->settings.checked) {
     auto check = start_check(operation.what, /*lists=*/false, *stream);
     if (!stream->is_compute()) {
       waiting_.push_back({std::move(operation), stream, std::move(check)});

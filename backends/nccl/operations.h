@@ -22,8 +22,6 @@ struct Operation {
   What what;
   /// In-place operations have one tensor, `output`; so have messages.
   at::Tensor output, input;
-  /// Whether the ranks' calls are always compared, however many came before.
-  bool always_checked = false;
 };
 
 /// Issues the operations of one group.

@@ -127,8 +127,10 @@ class Runtime final : public NcclRuntime {
     if (endpoint_->failed()) return;
     try {
       end_in_order();
-    } catch (const std::exception&) {
-      // The rank has failed, which the watchdog sees to; nobody is left to be told.
+    } catch (const std::exception& error) {
+      // The watchdog sees to the rest; here nobody is left to be told.
+      endpoint_->fail(
+          fmt::format("the end of rank {}: {}", rank(), comm::first_line(error.what())));
     }
   }
 

@@ -75,7 +75,7 @@ void NcclStream::wait(const comm::EventPtr& event) {
   mark->event->block(stream_);
   if (compute_) {
     mark->stream->release(mark->position);
-  } else if (!mark->stream->compute_) {
+  } else if (!mark->stream->kept_.empty()) {
     kept_.push_back({++position_, {}, {}, mark->stream, mark->position});
   }
 }
