@@ -17,6 +17,7 @@
 
 #include "backends/nccl/streams.h"
 #include "backends/nccl/testing/thread_world.h"
+#include "src/comm/call.h"
 
 namespace ppfsdp::nccl::testing {
 namespace {
@@ -349,6 +350,32 @@ TEST(NcclCalls, WithoutSuchMemoryTheStreamsIsTaken) {
   for (const NcclCall& call : world.nccl().calls(0)) asked += call.function == "MemAlloc" ? 1 : 0;
   EXPECT_EQ(asked, 1) << "it is asked for again though there is none";
   EXPECT_THAT(world.find_faults(), IsEmpty());
+}
+
+// The first `checked` operations and every 64th after them are compared by one gather of the calls,
+// on the operation's own communicator and stream; no other pays for it.
+TEST(NcclCalls, AComparisonIsOneGatherBeforeTheOperation) {
+  ThreadWorldOptions options = make_options();
+  options.settings.checked = 2;
+  run(
+      2,
+      [](Caller& rank) {
+        const at::Tensor tensor = at::ones({5});
+        const std::string gather =
+            fmt::format("AllGather(comm 0, {} int64)", comm::encoded_size(0));
+        const std::string reduce = "AllReduce(comm 0, 5 float32, max)";
+        for (int i = 0; i < 130; ++i) {
+          const auto calls =
+              rank.calls([&] { rank.world().all_reduce(tensor, ReduceOp::max(), *rank.side); });
+          if (i < 2 || i % 64 == 0) {
+            ASSERT_THAT(texts_of(calls), ElementsAre(gather, reduce)) << "operation " << i;
+            EXPECT_EQ(calls[0].stream, native(*rank.side));
+          } else {
+            ASSERT_THAT(texts_of(calls), ElementsAre(reduce)) << "operation " << i;
+          }
+        }
+      },
+      options);
 }
 
 // The priority is what lets a gather overtake the compute stream's kernels.
