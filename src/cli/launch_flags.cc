@@ -1,6 +1,5 @@
 #include "src/cli/launch_flags.h"
 
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -106,12 +105,6 @@ void add_launch_flags(CLI::App& command, LaunchFlags& flags, LaunchOptions& opti
       ->capture_default_str();
   command.add_option("COMMAND", options.command,
                      "train ... or verify ..., with all that follows; -- may stand before it");
-}
-
-int count_gpus() {
-  // CUDA's part of LibTorch registers itself, where it is linked.
-  if (!c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return 0;
-  return c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA)->deviceCount();
 }
 
 void resolve_launch(const LaunchFlags& flags, const start::Environment& environment,

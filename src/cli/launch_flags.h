@@ -6,6 +6,7 @@
 #include <string>
 
 #include "backends/start/launcher.h"
+#include "src/cli/gpus.h"
 #include "src/cli/launch.h"
 
 namespace ppfsdp::cli {
@@ -18,9 +19,6 @@ struct LaunchFlags {
 /// Adds the options of `launch`, torchrun's names among them, to `command`. LaunchOptions takes
 /// those that are as they stand.
 void add_launch_flags(CLI::App& command, LaunchFlags& flags, LaunchOptions& options);
-
-/// GPUs that this process sees; 0 in a build without CUDA.
-int count_gpus();
 
 /// Fills in `options` from the flags, else from the variables that torchrun reads too and that
 /// Kubernetes' training operator sets: PET_NPROC_PER_NODE, PET_NNODES, PET_NODE_RANK and, with

@@ -12,6 +12,7 @@
 #include "backends/start/build_id.h"
 #include "sim/mesh/schedule.h"
 #include "sim/mesh/world.h"
+#include "src/cli/gpus.h"
 #include "src/cli/report.h"
 #include "src/comm/single_runtime.h"
 #include "src/train/config_error.h"
@@ -48,9 +49,9 @@ std::unique_ptr<comm::Runtime> make_runtime(const RunPlan& plan) {
   if (backend == "nccl") {
     nccl::NcclOptions options;
     set_meeting(options, plan);
-    options.local_rank = plan.launched->local_rank;
+    options.local_rank = device_of(*plan.launched, count_gpus());
     // One line a node tells enough.
-    if (options.local_rank == 0) {
+    if (plan.launched->local_rank == 0) {
       options.log = [rank = options.rank](const std::string& line) {
         fmt::print(stderr, "ppfsdp: rank {}: {}\n", rank, line);
       };
