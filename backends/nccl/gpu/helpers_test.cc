@@ -1,6 +1,7 @@
 // What the tests on GPUs are made of, on the CPU: a fault here would let them pass or fail for the
 // wrong reason.
 #include <ATen/ops/arange.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/CPUAllocator.h>
@@ -118,6 +119,11 @@ TEST(Loopback, IsARankAmongItsCopies) {
   slot.copy_(part);
   world.all_gather_into(all, slot, stream);
   EXPECT_TRUE(all.equal(part.repeat({4})));
+  const at::Tensor rows = world.all_gather(at::ones({2, 3}), stream);
+  EXPECT_TRUE(rows.equal(at::ones({24})));
+  const at::Tensor table = at::zeros({8, 3});
+  world.all_gather_into(table, at::ones({2, 3}), stream);
+  EXPECT_TRUE(table.equal(at::ones({8, 3})));
   const at::Tensor mine = at::zeros({2}, at::kDouble);
   world.reduce_scatter(mine, at::arange(8).to(at::kDouble), comm::ReduceOp::avg(), stream);
   EXPECT_TRUE(mine.equal(at::tensor({2.0, 3.0})));

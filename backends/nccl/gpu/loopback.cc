@@ -27,10 +27,10 @@ class LoopbackCommunicator : public comm::Communicator {
   }
   void do_all_gather_into(const at::Tensor& output, const at::Tensor& input,
                           comm::Stream& stream) override {
-    stream.run([output, input, size = size()] {
+    stream.run([all = output.view({-1}), mine = input.view({-1}), size = size()] {
       for (int rank = 0; rank < size; ++rank) {
-        const at::Tensor slot = output.narrow(0, rank * input.numel(), input.numel());
-        if (slot.const_data_ptr() != input.const_data_ptr()) slot.copy_(input.flatten());
+        const at::Tensor slot = all.narrow(0, rank * mine.numel(), mine.numel());
+        if (slot.const_data_ptr() != mine.const_data_ptr()) slot.copy_(mine);
       }
     });
     keep(output, stream);
@@ -38,8 +38,10 @@ class LoopbackCommunicator : public comm::Communicator {
   }
   void do_reduce_scatter(const at::Tensor& output, const at::Tensor& input, const comm::ReduceOp&,
                          comm::Stream& stream) override {
-    stream.run([output, mine = input.narrow(0, rank() * output.numel(), output.numel())] {
-      if (output.const_data_ptr() != mine.const_data_ptr()) output.copy_(mine);
+    const int64_t numel = output.numel();
+    const at::Tensor part = input.view({-1}).narrow(0, rank() * numel, numel);
+    stream.run([mine = output.view({-1}), part] {
+      if (mine.const_data_ptr() != part.const_data_ptr()) mine.copy_(part);
     });
     keep(output, stream);
     keep(input, stream);
