@@ -98,6 +98,7 @@ void Endpoint::host_wait(const c10::Event& event) {
 }
 
 bool Endpoint::wait_for_key(const std::string& key) const {
+  const Waits waits(*this);
   const auto deadline = steady_clock::now() + settings.timeout;
   for (milliseconds pause{1};; pause = std::min(pause * 2, milliseconds(50))) {
     check_alive();

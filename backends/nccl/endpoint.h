@@ -63,9 +63,20 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   /// what is added after that would never be aborted.
   void add(std::shared_ptr<Handle> handle);
   std::vector<std::shared_ptr<Handle>> handles() const;
-  /// Whether this rank waits for others: its work is under way, or it is at its end.
-  bool waits() const { return ending_ || !log.empty(); }
-  void set_ending() { ending_ = true; }
+  /// While one lives, the rank's thread waits for other ranks.
+  class Waits {
+   public:
+    explicit Waits(const Endpoint& endpoint) : endpoint_(endpoint) { ++endpoint_.waiting_; }
+    ~Waits() { --endpoint_.waiting_; }
+    Waits(const Waits&) = delete;
+    Waits& operator=(const Waits&) = delete;
+
+   private:
+    const Endpoint& endpoint_;
+  };
+  /// Whether this rank waits for others, or work of its own does.
+  bool waits() const { return waiting_ > 0 || !log.empty(); }
+
   /// The device has stopped: nothing that this rank has issued runs any more.
   void set_aborted() { aborted_ = true; }
 
@@ -83,7 +94,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::condition_variable woken_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> aborted_{false};
-  std::atomic<bool> ending_{false};
+  mutable std::atomic<int> waiting_{0};
   std::atomic<uint64_t> host_waits_{0};
   /// Guarded by mutex_.
   std::string failure_;

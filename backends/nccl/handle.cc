@@ -161,6 +161,7 @@ std::string Handle::error_text(ncclResult_t result) {
 }
 
 ncclResult_t Handle::settle() {
+  const Endpoint::Waits waits(*endpoint_);
   const auto begin = steady_clock::now();
   const auto deadline = begin + endpoint_->settings.timeout;
   for (;;) {
@@ -233,7 +234,7 @@ void Handle::finalize(const std::vector<std::shared_ptr<Handle>>& handles,
   // All are asked before any is waited for: ranks may have made their groups in different orders.
   std::vector<std::shared_ptr<Handle>> open;
   for (const auto& handle : handles) {
-    const std::lock_guard lock(handle->mutex_);
+    const auto lock = handle->acquire();
     if (handle->comm_ == nullptr) continue;
     ncclCommFinalize(handle->comm_);
     open.push_back(handle);
@@ -243,7 +244,7 @@ void Handle::finalize(const std::vector<std::shared_ptr<Handle>>& handles,
   for (const auto& handle : open) {
     for (;;) {
       {
-        const std::lock_guard lock(handle->mutex_);
+        const auto lock = handle->acquire();
         // The watchdog may have aborted it meanwhile.
         if (handle->comm_ == nullptr) break;
         ncclResult_t state = ncclSuccess;

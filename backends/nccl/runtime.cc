@@ -189,7 +189,7 @@ class Runtime final : public NcclRuntime {
       if (const auto stream = weak.lock()) stream->synchronize();
     }
     for (const auto& deferred : endpoint_->deferred()) deferred->end();
-    endpoint_->set_ending();
+    const Endpoint::Waits waits(*endpoint_);
     // Done when all ranks have come this far. The last groups are parts of earlier ones.
     auto handles = endpoint_->handles();
     std::reverse(handles.begin(), handles.end());
@@ -216,7 +216,13 @@ std::unique_ptr<NcclRuntime> make_runtime(Settings settings) {
   TORCH_CHECK(settings.store.defined(), "nccl: there is no store for the ranks to meet in");
   TORCH_CHECK(settings.timeout.count() > 0, "nccl: timeout must be positive, got ",
               settings.timeout.count(), " ms");
-  return std::make_unique<Runtime>(std::move(settings));
+  const int rank = settings.rank;
+  try {
+    return std::make_unique<Runtime>(std::move(settings));
+  } catch (const c10::DistError& error) {
+    throw comm::CommError(fmt::format("starting NCCL on rank {}: the store cannot be reached ({})",
+                                      rank, comm::first_line(error.what())));
+  }
 }
 
 }  // namespace ppfsdp::nccl
