@@ -38,6 +38,7 @@ FakeDevices::FakeDevices(const FakeDeviceOptions& options)
     : options_(options), world_(++worlds), waits_(kFakeDevices), random_(options.seed) {
   for (int device = 0; device < kFakeDevices; ++device) {
     streams_.push_back(std::make_unique<FakeStream>(device, 0));
+    defaults_[static_cast<size_t>(device)] = streams_.back().get();
   }
   own_tensor_memory();
   observe_operations(true);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -121,7 +122,7 @@ class FakeDevices {
   /// Tells this one from earlier ones, of which a thread or a tensor may remember something.
   uint64_t world() const { return world_; }
   std::unique_lock<std::mutex> lock() const { return std::unique_lock(mutex_); }
-  FakeStream& default_stream(int device) { return *streams_[static_cast<size_t>(device)]; }
+  FakeStream& default_stream(int device) { return *defaults_[static_cast<size_t>(device)]; }
   FakeStream& new_stream(int device, int priority);
   /// For the calling thread, if it is a rank's.
   void count(uint64_t HostWaits::*kind);
@@ -164,7 +165,8 @@ class FakeDevices {
   std::condition_variable done_;
   bool woken_ = false;
   bool stopped_ = false;
-  /// The default streams of the devices come first.
+  /// By device; never changes.
+  std::array<FakeStream*, kFakeDevices> defaults_{};
   std::vector<std::unique_ptr<FakeStream>> streams_;
   /// What threads wait for, and what they ask for until it is reached.
   std::deque<StreamPoint> awaited_;

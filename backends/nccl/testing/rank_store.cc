@@ -1,7 +1,6 @@
 #include "backends/nccl/testing/rank_store.h"
 
 #include <stdexcept>
-#include <utility>
 
 namespace ppfsdp::nccl::testing {
 
@@ -11,8 +10,7 @@ c10d::Store& RankStore::store() const {
 }
 
 c10::intrusive_ptr<c10d::Store> RankStore::clone() {
-  return c10::intrusive_ptr<c10d::Store>(new RankStore(shared_, cut_),
-                                         c10::raw::DontIncreaseRefcount{});
+  return c10::make_intrusive<RankStore>(shared_, cut_);
 }
 void RankStore::set(const std::string& key, const std::vector<uint8_t>& value) {
   store().set(key, value);

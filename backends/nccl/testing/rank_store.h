@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
 #include <vector>
 
 namespace ppfsdp::nccl::testing {
@@ -18,6 +19,9 @@ class RankStore final : public c10d::Store {
  public:
   explicit RankStore(c10::intrusive_ptr<c10d::Store> shared)
       : RankStore(std::move(shared), std::make_shared<std::atomic<bool>>(false)) {}
+  /// A clone: whether it is cut is shared too.
+  RankStore(c10::intrusive_ptr<c10d::Store> shared, std::shared_ptr<std::atomic<bool>> cut)
+      : shared_(std::move(shared)), cut_(std::move(cut)) {}
 
   void cut() { *cut_ = true; }
 
@@ -35,8 +39,6 @@ class RankStore final : public c10d::Store {
             const std::chrono::milliseconds& timeout) override;
 
  private:
-  RankStore(c10::intrusive_ptr<c10d::Store> shared, std::shared_ptr<std::atomic<bool>> cut)
-      : shared_(std::move(shared)), cut_(std::move(cut)) {}
   c10d::Store& store() const;
 
   const c10::intrusive_ptr<c10d::Store> shared_;
