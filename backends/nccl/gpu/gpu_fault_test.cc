@@ -86,17 +86,19 @@ TEST(GpuFault, AnErrorOfNcclReachesEveryRank) {
 
 // An operation that hangs on the GPU would hang whoever waits for it.
 TEST(GpuFault, AnOperationThatIsNotDoneInTime) {
-  const GpuWorldOptions options = {.timeout = seconds(1)};
+  // NCCL's first start in a process takes longer than its later ones.
+  expect_usable();
+  const GpuWorldOptions options = {.timeout = seconds(3)};
   const auto hang = [](NcclRuntime& runtime) {
     const auto stream = runtime.create_stream("slow", comm::StreamPriority::kNormal);
     const at::Tensor tensor = ones(runtime);
     stream->wait(runtime.compute_stream().record());
-    // A GPU's clock is at most about 2 GHz: 4 s or more.
-    stream->run([] { at::cuda::sleep(int64_t{8'000'000'000}); });
+    // A GPU's clock is at most about 2 GHz: 8 s or more.
+    stream->run([] { at::cuda::sleep(int64_t{16'000'000'000}); });
     runtime.world()->all_reduce(tensor, ReduceOp::sum(), *stream);
     const std::string error = error_of([&] { stream->synchronize(); });
     EXPECT_THAT(error, AllOf(HasSubstr("all_reduce"), HasSubstr("'world'"),
-                             HasSubstr("was not done within 1 s"), HasSubstr("this is rank 0")));
+                             HasSubstr("was not done within 3 s"), HasSubstr("this is rank 0")));
     EXPECT_EQ(error_of([&] { runtime.world()->barrier(); }), error) << "it is forgotten again";
   };
   EXPECT_EQ(errors_on_gpus(1, hang, options), std::vector<std::string>{""});

@@ -1,5 +1,6 @@
 #include "backends/nccl/gpu/profile.h"
 
+#include <ATen/ops/ones.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -60,6 +61,8 @@ Profile profile(const std::string& name, comm::Runtime& runtime,
     // What the step has queued on other streams is waited for by the compute stream within it.
     RECORD_USER_SCOPE(std::string(kControl));
     runtime.compute_stream().synchronize();
+    // The backend asks the device again and again rather than block in CUDA; LibTorch blocks.
+    at::ones({1}, runtime.device()).item<float>();
   }
   const std::unique_ptr<profiler::ProfilerResult> result = profiler::disableProfiler();
   if (const char* folder = std::getenv("TEST_UNDECLARED_OUTPUTS_DIR")) {
