@@ -24,6 +24,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import count_tests
 
 MIB = 1 << 20
+# Characters of a reason: LibTorch's have a stack trace behind them.
+MOST = 400
 
 
 def cell(text):
@@ -49,7 +51,7 @@ def read_cases(path):
         for tag, meaning in (("skipped", "skipped"), ("failure", "failed"), ("error", "failed")):
             found = case.find(tag)
             if found is not None:
-                result, why = meaning, found.get("message") or found.text or ""
+                result, why = meaning, (found.get("message") or found.text or "")[:MOST]
         properties = {p.get("name"): p.get("value") for p in case.iter("property")}
         cases.append((name, result, why, case.get("time", ""), properties))
     return cases

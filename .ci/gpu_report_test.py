@@ -11,15 +11,17 @@ import zipfile
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import gpu_report
 
-# As Google Test writes it: one passed with figures, one failed, one skipped.
+# As Google Test writes it: one passed with figures, two failed, one skipped.
 CASES = """<testsuites tests="3" failures="1"><testsuite name="Memory">
 <testcase name="Backward" status="run" result="completed" time="1.25" classname="Memory"><properties>
 <property name="backward_peak" value="104857600"/><property name="backward_bound" value="209715200"/>
 <property name="gathers_overlapped" value="11 of 12"/></properties></testcase>
 <testcase name="Forward" status="run" result="completed" time="0.5" classname="Memory">
 <failure message="peak 2 | bound 1&#x0A;more" type=""/></testcase>
+<testcase name="Long" status="run" result="completed" time="0" classname="Memory">
+<failure message="%s" type=""/></testcase>
 <testcase name="TwoGpus" status="run" result="skipped" time="0" classname="Memory">
-<skipped message="needs two GPUs, there is 1"/></testcase></testsuite></testsuites>"""
+<skipped message="needs two GPUs, there is 1"/></testcase></testsuite></testsuites>""" % ("x" * 9000)
 PASSED = '<testsuites><testsuite><testcase name="A" status="run"/></testsuite></testsuites>'
 
 
@@ -73,8 +75,9 @@ class GpuReport(unittest.TestCase):
         self.target("//gpu:suite", "PASSED", PASSED)
         text, good = self.report(exit_code=3)
         self.assertFalse(good)
-        self.assertIn("2 passed, 1 failed, 1 skipped", text)
+        self.assertIn("2 passed, 2 failed, 1 skipped", text)
         self.assertIn("| //gpu:memory | Memory.Forward | failed | peak 2 \\| bound 1 more | 0.5 |", text)
+        self.assertLess(len(text), 2000)
         self.assertIn("| Memory.TwoGpus | skipped | needs two GPUs, there is 1 | 0 |", text)
         self.assertIn("| //gpu:suite | A | passed |  |  |", text)
 
