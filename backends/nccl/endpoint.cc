@@ -143,10 +143,18 @@ std::vector<std::shared_ptr<Deferred>> Endpoint::deferred() const {
   return deferred_;
 }
 
+void Endpoint::keep_until_end(at::Tensor tensor) {
+  const std::lock_guard lock(mutex_);
+  if (!ended_) kept_.push_back(std::move(tensor));
+}
+
 void Endpoint::clear() {
   std::vector<std::shared_ptr<Handle>> handles;
   std::vector<std::shared_ptr<Deferred>> deferred;
+  std::vector<at::Tensor> kept;
   const std::lock_guard lock(mutex_);
+  ended_ = true;
+  kept.swap(kept_);
   handles.swap(handles_);
   deferred.swap(deferred_);
 }

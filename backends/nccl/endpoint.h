@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 
 #include <atomic>
@@ -83,7 +84,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   /// What may hold back communication, of every group.
   void add(std::shared_ptr<Deferred> deferred);
   std::vector<std::shared_ptr<Deferred>> deferred() const;
-  /// Lets go of the groups: they hold this object too.
+  /// Keeps what a failed rank's operations may still read and write, until they are aborted.
+  void keep_until_end(at::Tensor tensor);
+  /// The end: lets go of the groups, which hold this object too, and of what was kept.
   void clear();
 
   /// Null in a world of one.
@@ -101,6 +104,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool awake_ = false;
   std::vector<std::shared_ptr<Handle>> handles_;
   std::vector<std::shared_ptr<Deferred>> deferred_;
+  bool ended_ = false;
+  std::vector<at::Tensor> kept_;
 };
 
 }  // namespace ppfsdp::nccl

@@ -37,11 +37,20 @@ NcclStream::NcclStream(std::string name, std::shared_ptr<Endpoint> endpoint, c10
       compute_(compute) {}
 
 NcclStream::~NcclStream() {
-  if (kept_.empty() || std::uncaught_exceptions() > 0 || endpoint_->failed()) return;
-  try {
-    endpoint_->host_wait(*mark());
-  } catch (const std::exception&) {
-    // Every later use of the rank's communication says what went wrong.
+  if (kept_.empty()) return;
+  if (std::uncaught_exceptions() == 0 && !endpoint_->failed()) {
+    try {
+      endpoint_->host_wait(*mark());
+      return;
+    } catch (const std::exception&) {
+      // Every later use of the rank's communication says what went wrong.
+    }
+  }
+  // What was issued goes on until the rank's communicators are aborted.
+  for (Kept& kept : kept_) {
+    for (at::Tensor* tensor : {&kept.first, &kept.second}) {
+      if (tensor->defined()) endpoint_->keep_until_end(std::move(*tensor));
+    }
   }
 }
 
