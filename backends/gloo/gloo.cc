@@ -94,14 +94,7 @@ GlooOptions GlooOptions::from_environment() {
 }
 
 std::unique_ptr<comm::Runtime> make_runtime(const GlooOptions& options) {
-  TORCH_CHECK(options.world_size >= 1, "gloo: world_size must be at least 1, got ",
-              options.world_size);
-  TORCH_CHECK(options.rank >= 0 && options.rank < options.world_size, "gloo: rank must be in [0, ",
-              options.world_size, "), got ", options.rank);
-  TORCH_CHECK(options.master_port >= 1 && options.master_port <= 65535,
-              "gloo: master_port must be in [1, 65535], got ", options.master_port);
-  TORCH_CHECK(options.timeout.count() > 0, "gloo: timeout must be positive, got ",
-              options.timeout.count(), " ms");
+  options.check("gloo");
   return std::make_unique<GlooRuntime>(options);
 }
 

@@ -12,12 +12,10 @@ namespace ppfsdp::nccl {
 
 /// A group of ranks by NCCL; see Issuer for what is compared, and when messages are issued.
 ///
-/// Reductions are NCCL's. avg of floating-point values multiplies each rank's value by 1/n before
-/// the sum, where comm::ReduceOp::avg() divides the sum once: the results differ by rounding, and
-/// where n is a power of two only if a product is subnormal. Which algorithm runs, and so the order
-/// of the additions, is NCCL's choice by size and topology; NCCL_ALGO=Ring makes it the ring that
-/// comm::ReductionOrder::kNcclRing names. Short, which NCCL lacks, is reduced as Int, which wraps
-/// to the same values.
+/// Reductions are NCCL's: avg of floating-point values multiplies each rank's value by 1/n before
+/// the sum. Which algorithm runs, and so the order of the additions, is NCCL's choice by size and
+/// topology; NCCL_ALGO=Ring makes it the ring that comm::ReductionOrder::kNcclRing names. Short,
+/// which NCCL lacks, is reduced as Int, which wraps to the same values.
 class NcclCommunicator final : public comm::Communicator {
  public:
   /// `control`: where barriers and agreements run.

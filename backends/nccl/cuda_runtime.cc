@@ -15,14 +15,7 @@ namespace ppfsdp::nccl {
 std::optional<std::string> why_unavailable() { return why_no_cuda(); }
 
 std::unique_ptr<comm::Runtime> make_runtime(const NcclOptions& options) {
-  TORCH_CHECK(options.world_size >= 1, "nccl: world_size must be at least 1, got ",
-              options.world_size);
-  TORCH_CHECK(options.rank >= 0 && options.rank < options.world_size, "nccl: rank must be in [0, ",
-              options.world_size, "), got ", options.rank);
-  TORCH_CHECK(options.master_port >= 1 && options.master_port <= 65535,
-              "nccl: master_port must be in [1, 65535], got ", options.master_port);
-  TORCH_CHECK(options.timeout.count() > 0, "nccl: timeout must be positive, got ",
-              options.timeout.count(), " ms");
+  options.check("nccl");
   const std::optional<std::string> reason = why_no_cuda();
   TORCH_CHECK(!reason, "nccl: ", *reason);
   const int device = options.local_rank;

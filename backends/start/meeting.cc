@@ -1,5 +1,6 @@
 #include "backends/start/meeting.h"
 
+#include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -231,6 +232,16 @@ void MeetingOptions::take(const Launched& launched) {
   master_port = launched.master_port;
   store_served = launched.store_served;
   attempt = launched.attempt;
+}
+
+void MeetingOptions::check(const char* backend) const {
+  TORCH_CHECK(world_size >= 1, backend, ": world_size must be at least 1, got ", world_size);
+  TORCH_CHECK(rank >= 0 && rank < world_size, backend, ": rank must be in [0, ", world_size,
+              "), got ", rank);
+  TORCH_CHECK(master_port >= 1 && master_port <= 65535, backend,
+              ": master_port must be in [1, 65535], got ", master_port);
+  TORCH_CHECK(timeout.count() > 0, backend, ": timeout must be positive, got ", timeout.count(),
+              " ms");
 }
 
 Meeting meet(const MeetingOptions& options) {

@@ -31,6 +31,8 @@ struct MeetingOptions {
 
   /// Takes rank, world and address from what the launcher said.
   void take(const Launched& launched);
+  /// c10::Error, led by the backend's name, for values that no world has.
+  void check(const char* backend) const;
 };
 
 /// The store that all ranks share once they have met.

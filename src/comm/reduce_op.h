@@ -13,7 +13,8 @@ struct ReduceOp {
   double factor = 1.0;
 
   static ReduceOp sum() { return {Kind::kSum, 1.0}; }
-  /// The sum in the tensor's dtype, then one division by the number of ranks.
+  /// The sum in the tensor's dtype, then one division by the number of ranks; in NCCL's ring (see
+  /// ReductionOrder) a product of each value first.
   static ReduceOp avg() { return {Kind::kAvg, 1.0}; }
   static ReduceOp premul_sum(double factor) { return {Kind::kPremulSum, factor}; }
   static ReduceOp min() { return {Kind::kMin, 1.0}; }

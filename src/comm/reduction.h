@@ -15,8 +15,10 @@ namespace ppfsdp::comm {
 enum class ReductionOrder {
   kRankOrder,  ///< ((x0 + x1) + x2) + ...
   kGlooRing,   ///< as Gloo's ring folds: chunks of the whole buffer, each starting at another rank
-  kNcclRing,   ///< a ring rotated by chunk = the slice of each rank, as NCCL's reduce-scatter
-  kTree,       ///< pairwise by recursive halving: (x0 + x1) + (x2 + x3), ...
+  /// A ring rotated by chunk = the slice of each rank, as NCCL's reduce-scatter. As in NCCL, avg
+  /// multiplies each value by 1/n, in the dtype, before the sum.
+  kNcclRing,
+  kTree,  ///< pairwise by recursive halving: (x0 + x1) + (x2 + x3), ...
 };
 
 /// "rank_order", "gloo_ring", "nccl_ring", "tree".
@@ -28,7 +30,8 @@ ReductionOrder parse_reduction_order(const std::string& name);
 /// bit as a collective over the whole of `inputs` gives it in this order: `inputs` are one
 /// contiguous CPU tensor a rank, of equal numel and dtype. A reduce-scatter's rank takes its slice,
 /// an all-reduce takes everything. Rounded to the dtype after every addition; avg divides once at
-/// the end. `output` may be a slice of an input that no later element needs (in place).
+/// the end, but for kNcclRing. `output` may be a slice of an input that no later element needs (in
+/// place).
 void reduce_range(ReductionOrder order, const ReduceOp& op, c10::ArrayRef<at::Tensor> inputs,
                   int64_t begin, int64_t end, const at::Tensor& output);
 
