@@ -14,6 +14,7 @@ error and exit code 1.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import glob
@@ -23,6 +24,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -46,17 +48,25 @@ HEADERS = ["ATen", "c10", "caffe2", "torch"]
 LIBRARIES = ["libtorch_cpu.so", "libc10.so", "libgomp.so.1", "libcudart.so.13", "libcupti.so.13"]
 # The wheels take 0.5 GB, what is unpacked of them as much, and pip may hold a second copy.
 FREE_GIB = 2
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class Failure(Exception):
     """What is wrong and what would be right, in one line for the user."""
 
 
+def absolute(path, variable):
+    """`path` if it is absolute; from where others are would depend on who runs this."""
+    if not os.path.isabs(path):
+        raise Failure("%s: %r must be an absolute path" % (variable, path))
+    return path
+
+
 def cache_dir():
     home = os.environ.get("HOME", "")
     if not home:
         raise Failure("HOME is not set: LibTorch is kept under $HOME/.cache/ppfsdp")
-    cache = os.path.join(home, ".cache", "ppfsdp")
+    cache = os.path.join(absolute(home, "HOME"), ".cache", "ppfsdp")
     try:
         os.makedirs(cache, exist_ok=True)
     except OSError as error:
@@ -180,7 +190,16 @@ def download(folder, wheels):
     command += WHEEL_TAGS
     # On a terminal pip shows how far it is.
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, env=environment)
+    libc = ctypes.CDLL(None)
+    done = subprocess.run(
+        command,
+        stdout=shown,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # When this process is killed pip must not write on where the next run fetches.
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
     if done.returncode != 0:
         raise Failure(
             "pip could not fetch LibTorch %s: %s" % (VERSION, reason_of(done.stderr, wheels))
@@ -270,8 +289,9 @@ def find(say):
     """Describes the first LibTorch found, in the order that the head of this file states."""
     given = os.environ.get("LIBTORCH_PATH", "")
     if given:
+        root = os.path.normpath(absolute(given, "LIBTORCH_PATH"))
         try:
-            return describe(os.path.abspath(given))
+            return describe(root)
         except Failure as failure:
             raise Failure("LIBTORCH_PATH: %s" % failure)
     root = os.path.join(cache_dir(), "libtorch-" + VERSION)

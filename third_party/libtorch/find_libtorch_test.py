@@ -4,9 +4,11 @@
 import collections
 import errno
 import os
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 import unittest
 import zipfile
 from unittest import mock
@@ -140,6 +142,48 @@ class FindLibtorch(unittest.TestCase):
         make_package(package, ("2", "10"))
         self.assertIn("given is LibTorch 2.10; 2.11 is needed", self.failure())
         self.assertEqual(self.downloads, 0)
+
+    # Bazel runs this in a folder of its own, where it would be looked for or fetched anew.
+    def test_paths_must_be_absolute(self):
+        os.environ["LIBTORCH_PATH"] = "given"
+        self.assertEqual(self.failure(), "LIBTORCH_PATH: 'given' must be an absolute path")
+        os.environ["LIBTORCH_PATH"] = ""
+        os.environ["HOME"] = "home"
+        self.assertEqual(self.failure(), "HOME: 'home' must be an absolute path")
+        self.assertEqual(self.downloads, 0)
+
+    # It would write into the folder where the next run fetches.
+    def test_pip_ends_with_the_process_that_fetches(self):
+        pip = os.path.join(self.home, "pip")
+        script = "#!/bin/sh\necho $$ > {0}/new; mv {0}/new {0}/pid; exec sleep 60\n"
+        write(pip, script.format(self.home))
+        os.chmod(pip, 0o700)
+        code = (
+            "import find_libtorch; find_libtorch.python_with_pip = lambda: %r;"
+            "find_libtorch.download(%r, find_libtorch.WHEELS)" % (pip, self.home)
+        )
+        fetching = subprocess.Popen([sys.executable, "-c", code], cwd=find_libtorch.HERE)
+        try:
+            while not os.path.exists(self.home + "/pid") and fetching.poll() is None:
+                time.sleep(0.01)
+        finally:
+            fetching.kill()
+            fetching.wait()
+        with open(self.home + "/pid") as file:
+            pid = int(file.read())
+        deadline = time.monotonic() + 30
+        while self.runs(pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.assertFalse(self.runs(pid))
+
+    @staticmethod
+    def runs(pid):
+        """Whether the process has not ended; one that nobody waits for may stay as a zombie."""
+        try:
+            with open("/proc/%d/stat" % pid) as file:
+                return file.read().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
 
     def test_libtorch_path_comes_first(self):
         self.find()
