@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "backends/start/address.h"
 #include "backends/start/meeting.h"
 #include "src/comm/communicator.h"
 #include "src/comm/text.h"
@@ -49,8 +48,7 @@ std::shared_ptr<::gloo::transport::Device> make_device(const std::string& addres
   if (interface != nullptr && *interface != '\0') {
     return ProcessGroupGloo::createDeviceForInterface(interface);
   }
-  if (start::is_loopback(address)) return ProcessGroupGloo::createDeviceForHostname(address);
-  return ProcessGroupGloo::createDefaultDevice();
+  return ProcessGroupGloo::createDeviceForHostname(address);
 }
 
 }  // namespace

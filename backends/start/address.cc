@@ -81,18 +81,42 @@ std::string numeric(const addrinfo& address) {
   return error == 0 ? host : std::string();
 }
 
-int listen_at(const std::string& address, int port) {
-  const bool loopback = is_loopback(address);
+bool means_this_machine(const std::string& host) {
+  return host == "localhost" || is_loopback(host);
+}
+
+std::string source_towards(const std::string& address) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST;
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  // A port is needed, but nothing is sent.
+  if (getaddrinfo(address.c_str(), "9", &hints, &found) != 0) return "";
+  const Addresses to(found, &freeaddrinfo);
+  const Socket socket(::socket(to->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  sockaddr_storage name{};
+  addrinfo from = *to;
+  from.ai_addr = reinterpret_cast<sockaddr*>(&name);
+  from.ai_addrlen = sizeof(name);
+  if (socket.get() < 0 || ::connect(socket.get(), to->ai_addr, to->ai_addrlen) != 0 ||
+      ::getsockname(socket.get(), from.ai_addr, &from.ai_addrlen) != 0) {
+    return "";
+  }
+  return numeric(from);
+}
+
+int listen_at(const std::string& address, int port, bool only_there) {
   const bool v6 = address.find(':') != std::string::npos;
   sockaddr_in6 name6{};
   name6.sin6_family = AF_INET6;
   name6.sin6_port = htons(static_cast<uint16_t>(port));
-  name6.sin6_addr = loopback ? in6addr_loopback : in6addr_any;
+  name6.sin6_addr = in6addr_any;
   sockaddr_in name4{};
   name4.sin_family = AF_INET;
   name4.sin_port = name6.sin6_port;
   name4.sin_addr.s_addr = htonl(INADDR_ANY);
-  if (loopback && !v6) inet_pton(AF_INET, address.c_str(), &name4.sin_addr);
+  if (only_there && v6) inet_pton(AF_INET6, address.c_str(), &name6.sin6_addr);
+  if (only_there && !v6) inet_pton(AF_INET, address.c_str(), &name4.sin_addr);
 
   Socket socket(::socket(v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const int on = 1;

@@ -21,10 +21,18 @@ Addresses resolve(const std::string& host, int port,
 /// As an IP address.
 std::string numeric(const addrinfo& address);
 
-/// A socket that listens on `port`: on the loopback interface alone when that is what `address`
-/// is, else on all, since it may be an address that only other machines see. -1, with errno, when
-/// that is not possible (EADDRINUSE: the port is taken).
-int listen_at(const std::string& address, int port);
+/// Whether whoever uses a host's name or address means the machine that it runs on. A machine's own
+/// name does not, although the machine itself may take it for loopback (Debian's 127.0.1.1).
+bool means_this_machine(const std::string& host);
+
+/// This machine's IP address on the way to the IP address `address`: what a connection to it would
+/// come from. Empty when there is no way.
+std::string source_towards(const std::string& address);
+
+/// A socket that listens on `port`: at the IP address `address` alone when `only_there`, else at
+/// all addresses of its kind, since it may be one that only other machines see. -1, with errno,
+/// when that is not possible (EADDRINUSE: the port is taken).
+int listen_at(const std::string& address, int port, bool only_there);
 
 /// The first of `addresses` at which somebody listens, as soon as somebody does; empty after the
 /// deadline.

@@ -44,10 +44,31 @@ std::vector<uint8_t> hash_at(const std::vector<uint8_t>& hashes, size_t index) {
           hashes.begin() + static_cast<std::ptrdiff_t>(to)};
 }
 
-std::string shorten(const std::string& text) {
-  constexpr size_t kMost = 120;
+/// The last place up to `at` where a character of UTF-8 begins.
+size_t character_at(const std::string& text, size_t at) {
+  while (at > 0 && at < text.size() && (static_cast<unsigned char>(text[at]) & 0xc0) == 0x80) --at;
+  return at;
+}
+
+/// At most `kMost` bytes of `text`, from a little before `telling`, where what matters begins.
+std::string shorten(const std::string& text, size_t telling = 0) {
+  constexpr size_t kMost = 120, kBefore = 40;
   if (text.empty()) return "nothing";
-  return text.size() <= kMost ? text : text.substr(0, kMost) + "...";
+  if (text.size() <= kMost) return text;
+  const size_t from = telling + kBefore < kMost ? 0 : character_at(text, telling - kBefore);
+  const size_t to = character_at(text, std::min(from + kMost, text.size()));
+  return fmt::format("{}{}{}", from > 0 ? "..." : "", text.substr(from, to - from),
+                     to < text.size() ? "..." : "");
+}
+
+/// How many bytes at the front are the same in all values.
+size_t common_front(const std::vector<Fact>& facts) {
+  size_t size = facts[0].value.size();
+  for (const Fact& fact : facts) {
+    const auto end = std::ranges::mismatch(facts[0].value, fact.value).in1;
+    size = std::min(size, static_cast<size_t>(end - facts[0].value.begin()));
+  }
+  return size;
 }
 
 }  // namespace
@@ -107,11 +128,12 @@ std::string describe(const Difference& difference, const std::vector<std::vector
   }
   const auto other_name = [&](const Fact& fact) { return fact.name != got[0].name; };
   const bool one_name = std::ranges::none_of(got, other_name);
+  const size_t telling = common_front(got);
   std::vector<std::string> parts;
   for (size_t i = 0; i < shown; ++i) {
     const std::vector<int>& ranks = difference.groups[i];
     const std::string name = one_name ? "" : shorten(got[i].name) + " = ";
-    parts.push_back(fmt::format("{}{} on {} {}", name, shorten(got[i].value),
+    parts.push_back(fmt::format("{}{} on {} {}", name, shorten(got[i].value, telling),
                                 ranks.size() == 1 ? "rank" : "ranks", list_ranks(ranks)));
   }
   if (difference.groups.size() > shown) {

@@ -1,6 +1,7 @@
 #include "backends/start/agreement.h"
 
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -61,6 +62,20 @@ TEST(Agreement, ManyValuesAreCutShort) {
             "the others");
   const std::string text = verdict({{{"x", std::string(1000, 'y')}}, {{"x", "z"}}});
   EXPECT_LT(text.size(), 200u) << text;
+}
+
+// Lists of files differ in their last ones.
+TEST(Agreement, OfLongValuesThePartThatDiffersIsShown) {
+  std::string front;
+  for (int i = 0; i < 500; ++i) front += "é";
+  const std::string back(500, 'z');
+  EXPECT_EQ(verdict({{{"x", front + "1" + back}}, {{"x", front + "2"}}}),
+            fmt::format("ranks differ in x: ...{0}1{1}... on rank 0; ...{0}2 on rank 1",
+                        front.substr(0, 40), back.substr(0, 79)));
+  // No character is cut in two.
+  EXPECT_EQ(verdict({{{"x", front + "y1"}}, {{"x", front + "y2"}}}),
+            fmt::format("ranks differ in x: ...{0}y1 on rank 0; ...{0}y2 on rank 1",
+                        front.substr(0, 40)));
 }
 
 TEST(Agreement, AThousandRanksAreOneLine) {

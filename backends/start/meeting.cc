@@ -38,6 +38,7 @@ constexpr const char* kArrived = "arrived";  ///< processes that have come
 constexpr const char* kReady = "ready";      ///< ranks that have written what they have to say
 constexpr const char* kLate = "late";        ///< ranks whose time is up
 constexpr const char* kVerdict = "verdict";  ///< kAgreed, or what is wrong
+constexpr const char* kMaster = "master";    ///< rank 0's IP address as another machine sees it
 constexpr const char* kHeard = "heard";      ///< processes that have read the verdict
 constexpr const char* kAgreed = "agreed";
 
@@ -92,6 +93,14 @@ StorePtr open_store(const MeetingOptions& options, const std::string& address, i
 class Agreement {
  public:
   Agreement(const MeetingOptions& options, c10d::Store& store) : options_(options), store_(store) {}
+
+  /// Tells the others where this rank sees the master, for those who see it as loopback.
+  void found_master_at(const std::string& address) { master_ = address; }
+
+  /// Where other machines see the master, once all ranks have come; empty when there are none.
+  std::string master_elsewhere() {
+    return store_.check({kMaster}) ? text_of(store_.get(kMaster)) : "";
+  }
 
   /// Returns once all are here and agree; throws the verdict on every rank if not.
   void reach(Clock::time_point deadline) {
@@ -148,8 +157,14 @@ class Agreement {
                          options_.world_size, first.substr(space + 1), first.substr(0, space));
     }
     if (store_.add(rank_key(options_.rank), 1) != 1) return twin();
-    store_.multiSet({hashes_key(options_.rank), facts_key(options_.rank)},
-                    {encode_hashes(options_.facts), encode_facts(options_.facts)});
+    std::vector<std::string> keys = {hashes_key(options_.rank), facts_key(options_.rank)};
+    std::vector<std::vector<uint8_t>> values = {encode_hashes(options_.facts),
+                                                encode_facts(options_.facts)};
+    if (!master_.empty()) {
+      keys.push_back(kMaster);
+      values.push_back(bytes_of(master_));
+    }
+    store_.multiSet(keys, values);
     return std::nullopt;
   }
 
@@ -190,6 +205,7 @@ class Agreement {
 
   const MeetingOptions& options_;
   c10d::Store& store_;
+  std::string master_;  ///< empty for loopback
 };
 
 /// Rank 0's socket, at the first of the master's addresses that is this machine's; `address`
@@ -198,7 +214,8 @@ int open_port(const MeetingOptions& options, const addrinfo* addresses, std::str
   int error = EADDRNOTAVAIL;
   for (const addrinfo* at = addresses; at != nullptr; at = at->ai_next) {
     address = numeric(*at);
-    const int listener = listen_at(address, options.master_port);
+    const int listener =
+        listen_at(address, options.master_port, means_this_machine(options.master_addr));
     if (listener >= 0) return listener;
     error = errno;
     // "localhost" may have an address of a protocol that this machine does not speak.
@@ -250,24 +267,33 @@ Meeting meet(const MeetingOptions& options) {
   const Addresses addresses =
       resolve(options.master_addr, options.master_port,
               serves ? std::min(deadline, Clock::now() + kOwnName) : deadline);
-  Meeting meeting;
+  std::string master;
   int listener = -1;
   if (serves) {
-    meeting.address = numeric(*addresses);
-    listener = options.listen_fd >= 0 ? options.listen_fd
-                                      : open_port(options, addresses.get(), meeting.address);
+    master = numeric(*addresses);
+    listener =
+        options.listen_fd >= 0 ? options.listen_fd : open_port(options, addresses.get(), master);
   } else {
-    meeting.address = find_listener(addresses.get(), deadline);
-    if (meeting.address.empty()) {
+    master = find_listener(addresses.get(), deadline);
+    if (master.empty()) {
       throw CommError(fmt::format(
           "rendezvous: rank {} of {} found nobody listening at {} within {}: {} did not come",
           options.rank, options.world_size, where(options), comm::seconds(options.timeout),
           options.store_served ? "the launcher's store" : "rank 0"));
     }
   }
+  Meeting meeting;
   try {
-    meeting.store = open_store(options, meeting.address, listener, deadline);
-    Agreement(options, *meeting.store).reach(deadline);
+    meeting.store = open_store(options, master, listener, deadline);
+    Agreement agreement(options, *meeting.store);
+    meeting.address = source_towards(master);
+    if (!is_loopback(meeting.address)) agreement.found_master_at(master);
+    agreement.reach(deadline);
+    if (is_loopback(meeting.address)) {
+      // This rank is on the master's machine, whose name may be loopback there alone.
+      const std::string elsewhere = agreement.master_elsewhere();
+      if (!elsewhere.empty()) meeting.address = elsewhere;
+    }
   } catch (const CommError&) {
     throw;
   } catch (const std::exception& error) {

@@ -39,7 +39,7 @@ struct MeetingOptions {
 struct Meeting {
   /// Keys are this attempt's own.
   c10::intrusive_ptr<c10d::Store> store;
-  /// master_addr as an IP address.
+  /// This process's IP address, as the other ranks reach it: loopback when all are on one machine.
   std::string address;
 };
 

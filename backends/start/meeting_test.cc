@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <ifaddrs.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -55,8 +56,10 @@ std::vector<MeetingOptions> world(int n) {
   return ranks;
 }
 
-/// What each has to say in the end: "met", or its error. All stay until all have.
-std::vector<std::string> meet_all(const std::vector<MeetingOptions>& ranks) {
+/// What each has to say in the end: "met", or its error. All stay until all have. `addresses`: by
+/// which each is reached.
+std::vector<std::string> meet_all(const std::vector<MeetingOptions>& ranks,
+                                  std::vector<std::string>* addresses = nullptr) {
   std::vector<std::string> ends(ranks.size());
   std::vector<Meeting> meetings(ranks.size());
   std::vector<std::thread> threads;
@@ -71,6 +74,9 @@ std::vector<std::string> meet_all(const std::vector<MeetingOptions>& ranks) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+  if (addresses != nullptr) {
+    for (const Meeting& meeting : meetings) addresses->push_back(meeting.address);
+  }
   return ends;
 }
 
@@ -227,6 +233,46 @@ TEST(Meeting, InAStoreThatSomebodyElseServes) {
   EXPECT_THAT(meet_all(ranks), Each(HasSubstr("ranks differ in the build")));
 }
 
+/// An IPv4 address of this machine by which others could reach it; empty if it has none.
+std::string address_for_others() {
+  ifaddrs* all = nullptr;
+  EXPECT_EQ(getifaddrs(&all), 0);
+  std::string found;
+  for (const ifaddrs* at = all; at != nullptr && found.empty(); at = at->ifa_next) {
+    if (at->ifa_addr == nullptr || at->ifa_addr->sa_family != AF_INET) continue;
+    addrinfo info{};
+    info.ai_addr = at->ifa_addr;
+    info.ai_addrlen = sizeof(sockaddr_in);
+    if (const std::string text = numeric(info); !is_loopback(text)) found = text;
+  }
+  freeifaddrs(all);
+  return found;
+}
+
+// Its own machine may take rank 0's name for loopback: then what the others found is its address,
+// since they could not connect to loopback.
+TEST(Meeting, ARankIsReachedByTheAddressThatOthersKnow) {
+  const std::string known = address_for_others();
+  if (known.empty()) GTEST_SKIP() << "this machine has no address but loopback";
+  std::vector<MeetingOptions> ranks = world(3);
+  ::close(ranks[0].listen_fd);
+  ranks[0].listen_fd = listen_at("127.0.0.1", 0, /*only_there=*/false);
+  sockaddr_in name{};
+  socklen_t length = sizeof(name);
+  ::getsockname(ranks[0].listen_fd, reinterpret_cast<sockaddr*>(&name), &length);
+  for (MeetingOptions& options : ranks) options.master_port = ntohs(name.sin_port);
+  ranks[2].master_addr = known;
+  std::vector<std::string> addresses;
+  EXPECT_THAT(meet_all(ranks, &addresses), Each("met"));
+  EXPECT_THAT(addresses, Each(known));
+}
+
+TEST(Meeting, RanksOfOneMachineAreReachedByLoopback) {
+  std::vector<std::string> addresses;
+  EXPECT_THAT(meet_all(world(2), &addresses), Each("met"));
+  EXPECT_THAT(addresses, Each("127.0.0.1"));
+}
+
 TEST(Meeting, TakesItsPlaceFromTheLauncher) {
   MeetingOptions options;
   options.take({.launcher = "torchrun",
@@ -248,7 +294,7 @@ TEST(Meeting, TakesItsPlaceFromTheLauncher) {
 
 TEST(Address, ListensOnLoopbackAloneWhereThatIsMeant) {
   const auto bound_to = [](const std::string& address) {
-    const int fd = listen_at(address, 0);
+    const int fd = listen_at(address, 0, means_this_machine(address));
     sockaddr_in name{};
     socklen_t length = sizeof(name);
     ::getsockname(fd, reinterpret_cast<sockaddr*>(&name), &length);
@@ -257,6 +303,14 @@ TEST(Address, ListensOnLoopbackAloneWhereThatIsMeant) {
   };
   EXPECT_EQ(bound_to("127.0.0.1"), static_cast<uint32_t>(INADDR_LOOPBACK));
   EXPECT_EQ(bound_to("192.0.2.7"), static_cast<uint32_t>(INADDR_ANY));
+  // Debian's own name of the machine, which others know by an address that they reach.
+  const int fd = listen_at("127.0.1.1", 0, means_this_machine("node-0"));
+  sockaddr_in name{};
+  socklen_t length = sizeof(name);
+  ::getsockname(fd, reinterpret_cast<sockaddr*>(&name), &length);
+  ::close(fd);
+  EXPECT_EQ(ntohl(name.sin_addr.s_addr), static_cast<uint32_t>(INADDR_ANY));
+  EXPECT_TRUE(means_this_machine("localhost"));
   EXPECT_TRUE(is_loopback("127.0.1.1"));
   EXPECT_TRUE(is_loopback("::1"));
   EXPECT_FALSE(is_loopback("10.0.0.1"));
