@@ -105,6 +105,7 @@ TEST(CommandLineTest, what_is_missing_or_too_much) {
   EXPECT_NE(error_of({"launch", "-n", "0", "train"}), "");
   EXPECT_NE(error_of({"launch", "-n", "two", "train"}), "");
   EXPECT_NE(error_of({"train", "--set"}), "");
+  EXPECT_EQ(error_of({"launch", "--grace", "nan", "train"}), "--grace: nan is no number");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -30,18 +31,44 @@ using Clock = std::chrono::steady_clock;
   throw std::runtime_error(fmt::format("launch: cannot {}: {}", what, std::strerror(errno)));
 }
 
-int free_port() {
-  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  if (listener < 0 || bind(listener, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
-      getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    fail("find a free port");
+/// A free port of the loopback interface, which the system gives to nobody else meanwhile.
+class HeldPort {
+ public:
+  HeldPort() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    const int on = 1;
+    // Rank 0, which sets SO_REUSEADDR too, may listen there. Set before bind, it could get a port
+    // that another launch holds.
+    if (fd_ < 0 || bind(fd_, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+        setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
+        getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+      fail("find a free port");
+    }
+    number_ = ntohs(address.sin_port);
   }
-  close(listener);
-  return ntohs(address.sin_port);
+  ~HeldPort() { close(fd_); }
+  HeldPort(const HeldPort&) = delete;
+  HeldPort& operator=(const HeldPort&) = delete;
+
+  int number() const { return number_; }
+
+ private:
+  int fd_;
+  int number_ = 0;
+};
+
+/// Two pipes a process may be more files than a process may open by default, though not at most.
+void allow_pipes(int processes) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) fail("tell how many files may be open");
+  const rlim_t others = 64;
+  const rlim_t needed = 2 * static_cast<rlim_t>(processes) + others;
+  if (limit.rlim_cur >= needed) return;
+  limit.rlim_cur = std::min(needed, limit.rlim_max);
+  if (setrlimit(RLIMIT_NOFILE, &limit) != 0) fail("open as many files as there are pipes");
 }
 
 /// This process's environment with the launcher's variables in place of any there already.
@@ -104,7 +131,9 @@ class BlockedSignals {
 class Launch {
  public:
   explicit Launch(const LaunchOptions& options) : options_(options) {
-    const int port = options.port != 0 ? options.port : free_port();
+    allow_pipes(options.processes);
+    if (options.port == 0) held_port_.emplace();
+    const int port = held_port_ ? held_port_->number() : options.port;
     children_.reserve(static_cast<size_t>(options.processes));
     for (int local_rank = 0; local_rank < options.processes; ++local_rank) {
       start::Launched place = place_of(options, local_rank);
@@ -269,6 +298,7 @@ class Launch {
   }
 
   const LaunchOptions& options_;
+  std::optional<HeldPort> held_port_;
   BlockedSignals signals_;
   std::vector<Child> children_;
   std::vector<const Child*> ended_in_failure_;

@@ -12,7 +12,7 @@ struct LaunchOptions {
   int processes = 2;
   int nodes = 1;
   int node_rank = 0;
-  /// Where rank 0, on node 0, listens. Port 0: one that is free now, on one node alone.
+  /// Where rank 0, on node 0, listens. Port 0: one that is free, on one node alone.
   std::string master_addr = "127.0.0.1";
   int port = 0;
   /// How long processes get to end by themselves after SIGTERM, before SIGKILL.

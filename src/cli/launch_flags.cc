@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <thread>
 
 #include "src/train/config_error.h"
@@ -102,6 +104,10 @@ void add_launch_flags(CLI::App& command, LaunchFlags& flags, LaunchOptions& opti
       .add_option("--grace", options.grace_s,
                   "Seconds that the others get to end after one has failed")
       ->check(CLI::Range(0.0, 1e6))
+      ->check([](const std::string& text) {
+        // No range leaves it out.
+        return std::isnan(std::strtod(text.c_str(), nullptr)) ? "nan is no number" : "";
+      })
       ->capture_default_str();
   command.add_option("COMMAND", options.command,
                      "train ... or verify ..., with all that follows; -- may stand before it");
@@ -130,6 +136,7 @@ void resolve_launch(const LaunchFlags& flags, const start::Environment& environm
     address.require();
   }
   options.node_rank = node_rank.integer(0, options.nodes - 1, 0);
+  if (address.text && address.text->empty()) address.refuse("a host name or address");
   if (address.text) options.master_addr = *address.text;
   // All nodes must know the port; one alone may find a free one.
   options.port = port.integer(several ? 1 : 0, 65535, several ? kPort : 0);

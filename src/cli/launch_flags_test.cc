@@ -101,6 +101,9 @@ TEST(LaunchFlags, faults_name_the_flag_or_the_variable) {
   EXPECT_EQ(error_of({.nodes = "2", .node_rank = "1"}),
             "launch: with several nodes --master-addr (or PET_MASTER_ADDR) is needed: host name or "
             "address of node 0");
+  EXPECT_EQ(error_of({.master_addr = ""}),
+            "launch: --master-addr must be a host name or address (host name or address of node "
+            "0), got ''");
   EXPECT_EQ(
       error_of({.node_rank = "1"}),
       "launch: --node-rank must be an integer in [0, 0] (this node's number, from 0), got '1'");

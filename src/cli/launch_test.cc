@@ -2,7 +2,10 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -59,6 +62,21 @@ int play_rank(const std::vector<std::string>& arguments) {
     signal(SIGTERM, SIG_IGN);
     for (;;) pause();
   }
+  if (part == "bind") {  // says whether the port can be bound, and whether rank 0 can listen there
+    const auto opens = [](int reuse) {
+      sockaddr_in address{};
+      address.sin_family = AF_INET;
+      address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+      address.sin_port = htons(static_cast<uint16_t>(std::atoi(std::getenv("MASTER_PORT"))));
+      const int fd = socket(AF_INET, SOCK_STREAM, 0);
+      setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
+      return bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+             listen(fd, 1) == 0;
+    };
+    fmt::print("others {}", opens(0));
+    fmt::print(" rank 0 {}\n", opens(1));
+    return 0;
+  }
   if (part == "report_pid_and_hang") {
     std::ofstream(arguments[1] + "/" + rank + ".partial") << getpid();
     fs::rename(arguments[1] + "/" + rank + ".partial", arguments[1] + "/" + rank);
@@ -91,6 +109,24 @@ std::vector<std::string> sorted_lines(const std::string& text) {
   for (std::string line; std::getline(stream, line);) lines.push_back(line);
   std::sort(lines.begin(), lines.end());
   return lines;
+}
+
+// A shell's usual limit of 1024 files would be too low for half as many processes.
+TEST(LaunchTest, as_many_processes_as_the_system_allows) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit low = before;
+  low.rlim_cur = 30;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  const Result result = run(20, {"variables"});
+  EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(sorted_lines(result.out).size(), 20u);
+}
+
+// Between the choice of a free port and rank 0's start others must not get it.
+TEST(LaunchTest, a_port_that_is_chosen_is_kept_for_rank_0) {
+  EXPECT_EQ(run(1, {"bind"}).out, "[0] others false rank 0 true\n");
 }
 
 TEST(LaunchTest, second_node_continues_the_first_ones_ranks) {

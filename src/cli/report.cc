@@ -56,7 +56,7 @@ void quieten_libtorch() {
   if (std::getenv("TORCH_CPP_LOG_LEVEL") != nullptr) {
     c10::initLogging();
   } else {
-    FLAGS_caffe2_log_level = c10::GLOG_ERROR;
+    FLAGS_caffe2_log_level = c10::GLOG_FATAL;
   }
 }
 

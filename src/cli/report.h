@@ -23,8 +23,9 @@ std::string one_line(const std::exception& error);
 /// one it was made from, calls for.
 int report(const std::exception& error);
 
-/// Lets LibTorch print errors alone: its sockets would put warnings about what went wrong round the
-/// one line that reports it. Who wants them sets TORCH_CPP_LOG_LEVEL.
+/// Lets LibTorch print nothing but what ends the process: its sockets would put warnings and errors
+/// with stack traces round the one line that reports what went wrong. Who wants them sets
+/// TORCH_CPP_LOG_LEVEL.
 void quieten_libtorch();
 
 }  // namespace ppfsdp::cli

@@ -407,6 +407,21 @@ TEST_F(StartTest, code_versions_that_differ) {
                                HasSubstr(" on ranks 0, 1; "), EndsWith(" on rank 2\n")));
 }
 
+// Its signal would otherwise be noticed by the first step, which never comes.
+TEST_F(StartTest, a_signal_ends_a_rank_that_waits_for_others) {
+  const Start start = world(2)[0];
+  const pid_t pid = spawn(start, "0");
+  const int port = std::stoi(start.variables.at("MASTER_PORT"));
+  const auto deadline = std::chrono::steady_clock::now() + kDeadline;
+  while (Port(port).was_free() && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  kill(pid, SIGTERM);
+  int status = 0;
+  ASSERT_EQ(waitpid(pid, &status, 0), pid);
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM) << read("0.err");
+}
+
 // Another program holds the port: rank 0 can't serve there, the others find what does not answer.
 TEST_F(StartTest, a_port_in_use) {
   const Port port;
@@ -416,6 +431,28 @@ TEST_F(StartTest, a_port_in_use) {
                  AllOf(HasSubstr(std::to_string(port.number())),
                        ::testing::AnyOf(HasSubstr("is in use by another process; set MASTER_PORT"),
                                         HasSubstr("did not answer rank 1 of 2 as rank 0 does"))));
+}
+
+// LibTorch would log its failure to understand the answer, with a stack trace.
+TEST_F(StartTest, a_port_of_a_program_that_answers_otherwise) {
+  Port port;
+  const int listener = port.release();
+  std::thread server([listener] {
+    for (int fd; (fd = ::accept(listener, nullptr, nullptr)) >= 0; ::close(fd)) {
+      const std::string answer = "HTTP/1.1 400 Bad Request\r\n\r\n";
+      ::send(fd, answer.data(), answer.size(), MSG_NOSIGNAL);
+      // What it has not read would else take the answer away with the connection.
+      ::shutdown(fd, SHUT_WR);
+      for (char byte; ::recv(fd, &byte, 1, 0) > 0;) {
+      }
+    }
+  });
+  std::vector<Start> starts = world(2, /*timeout_s=*/5);
+  for (Start& start : starts) start.variables["MASTER_PORT"] = std::to_string(port.number());
+  expect_all_say(starts, HasSubstr(std::to_string(port.number())));
+  ::shutdown(listener, SHUT_RDWR);
+  server.join();
+  ::close(listener);
 }
 
 // Nothing is to be found out by waiting: it is said at once, as a fault of the command.

@@ -116,10 +116,10 @@ int train_command(const ConfigOptions& options) {
     metrics = open_metrics(plan, model);
     print_start(config, model, data);
   }
-  const std::atomic<int>& stop_signal = catch_stop_signals();
-
   train::StepResult last;
   run_ranks(plan, [&](comm::Runtime& runtime) {
+    // From here on: a process that still waits for other ranks may end at once.
+    const std::atomic<int>& stop_signal = catch_stop_signals();
     if (runtime.rank() == 0 && !runtime.device().is_cpu() && config.metrics.peak_tflops == 0) {
       const auto dtype = train::mixed_precision(config.training).param_dtype.value_or(at::kFloat);
       metrics->set_peak_flops(train::measure_peak_flops(runtime, dtype) *
