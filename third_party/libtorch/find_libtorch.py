@@ -85,6 +85,8 @@ def version_of(root):
         try:
             with open(os.path.join(root, "include", header)) as file:
                 found = dict(re.findall(r"#define TORCH_VERSION_(MAJOR|MINOR) (\d+)", file.read()))
+        except PermissionError as error:
+            raise Failure("%s cannot be read: %s" % (error.filename, error.strerror))
         except OSError:
             continue
         if len(found) == 2:

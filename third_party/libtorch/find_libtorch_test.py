@@ -143,6 +143,15 @@ class FindLibtorch(unittest.TestCase):
         self.assertIn("given is LibTorch 2.10; 2.11 is needed", self.failure())
         self.assertEqual(self.downloads, 0)
 
+    # The user would look for a file that is there.
+    def test_a_libtorch_that_may_not_be_read_is_said_to_be_so(self):
+        os.environ["LIBTORCH_PATH"] = os.path.join(self.home, "given")
+        refusal = PermissionError(errno.EACCES, "Permission denied", "version.h")
+        with mock.patch.object(find_libtorch, "open", mock.Mock(side_effect=refusal), create=True):
+            self.assertEqual(
+                self.failure(), "LIBTORCH_PATH: version.h cannot be read: Permission denied"
+            )
+
     # Bazel runs this in a folder of its own, where it would be looked for or fetched anew.
     def test_paths_must_be_absolute(self):
         os.environ["LIBTORCH_PATH"] = "given"
