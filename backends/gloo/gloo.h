@@ -24,7 +24,8 @@ struct GlooOptions : start::MeetingOptions {
 /// which names the address and says how many came). A world of one needs no address.
 ///
 /// The connections use the network interface named by GLOO_SOCKET_IFNAME, else the loopback
-/// interface when master_addr is a loopback address, else that of this machine's host name.
+/// interface when all ranks are on one machine that master_addr names so, else the interface by
+/// which this machine reaches rank 0's.
 ///
 /// The compute stream runs everything at once, on the calling thread, and its collectives block.
 /// On other streams a collective's transfers start as soon as nothing before it is pending and go
