@@ -1,9 +1,11 @@
 #include "backends/nccl/buffers.h"
 
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <nccl.h>
 
 #include <exception>
+#include <optional>
 
 namespace ppfsdp::nccl {
 namespace {
@@ -17,9 +19,11 @@ at::Tensor BufferPool::allocate(int64_t numel, at::ScalarType dtype, const c10::
   const size_t bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
   const Size size{stream.id(), (bytes + kRounding - 1) / kRounding * kRounding};
   void* memory = nullptr;
+  c10::Device device(c10::kCPU);
   {
     const std::lock_guard lock(mutex_);
     if (handle_ == nullptr || unsupported_) return {};
+    device = endpoint_->settings.tensors;
     if (const auto idle = idle_.find(size); idle != idle_.end() && !idle->second.empty()) {
       memory = idle->second.back();
       idle->second.pop_back();
@@ -28,6 +32,7 @@ at::Tensor BufferPool::allocate(int64_t numel, at::ScalarType dtype, const c10::
       bool made = make(size, buffer);
       if (!made && !buffers_.empty()) {
         // The device may be full of what this pool keeps.
+        wait_for_idle();
         free_idle();
         made = make(size, buffer);
       }
@@ -41,13 +46,15 @@ at::Tensor BufferPool::allocate(int64_t numel, at::ScalarType dtype, const c10::
   }
   return at::for_blob(memory, {numel})
       .deleter([pool = shared_from_this()](void* memory) { pool->give_back(memory); })
-      .options(at::TensorOptions(dtype).device(device_))
-      .target_device(device_)
+      .options(at::TensorOptions(dtype).device(device))
+      .target_device(device)
       .make_tensor();
 }
 
 bool BufferPool::make(Size size, Buffer& buffer) {
   buffer.size = size;
+  // NCCL takes it from the device that is current.
+  const c10::DeviceGuard on_device(endpoint_->settings.streams);
   if (ncclMemAlloc(&buffer.memory, size.second) != ncclSuccess) return false;
   const ncclResult_t result = handle_->try_call([&](ncclComm_t comm) {
     return ncclCommRegister(comm, buffer.memory, size.second, &buffer.registration);
@@ -66,6 +73,18 @@ void BufferPool::deregister(Buffer& buffer) {
     // The communicator was aborted, and its registrations went with it.
   }
   buffer.registration = nullptr;
+}
+
+void BufferPool::wait_for_idle() {
+  // Work on memory's stream, and on those that it has waited for, goes on after the last tensor has
+  // gone; unmapping does not wait for it as cudaFree does.
+  std::optional<c10::StreamId> last;
+  for (const auto& [size, memories] : idle_) {
+    if (memories.empty() || last == size.first) continue;
+    last = size.first;
+    const c10::Stream stream(c10::Stream::UNSAFE, endpoint_->settings.streams, size.first);
+    endpoint_->host_wait(*endpoint_->events->record(stream));
+  }
 }
 
 void BufferPool::free_idle() {
@@ -97,6 +116,7 @@ void BufferPool::close() {
   free_idle();
   for (auto& [memory, buffer] : buffers_) deregister(buffer);
   handle_ = nullptr;
+  endpoint_ = nullptr;
 }
 
 size_t BufferPool::made() const {

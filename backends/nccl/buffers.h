@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <cstddef>
@@ -12,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/nccl/endpoint.h"
 #include "backends/nccl/handle.h"
 
 namespace ppfsdp::nccl {
@@ -22,12 +22,13 @@ namespace ppfsdp::nccl {
 /// pool, its communicator and the runtime. Made by std::make_shared.
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  BufferPool(std::shared_ptr<Handle> handle, c10::Device device)
-      : handle_(std::move(handle)), device_(device) {}
+  BufferPool(std::shared_ptr<Endpoint> endpoint, std::shared_ptr<Handle> handle)
+      : endpoint_(std::move(endpoint)), handle_(std::move(handle)) {}
   ~BufferPool() { close(); }
 
   /// A 1-D tensor of `numel` > 0 elements without values, for use on `stream`. Undefined when NCCL
-  /// has no such memory here: then it is not asked again.
+  /// has no such memory here: then it is not asked again. When the device is full, the host waits
+  /// for the work on what is idle, and that is freed.
   at::Tensor allocate(int64_t numel, at::ScalarType dtype, const c10::Stream& stream);
 
   /// Takes all buffers out of the communicator, which must still be there unless the rank has
@@ -49,14 +50,15 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
 
   /// mutex_ is held.
   bool make(Size size, Buffer& buffer);
+  void wait_for_idle();
   void free_idle();
   void deregister(Buffer& buffer);
   void give_back(void* memory);
 
   mutable std::mutex mutex_;
   /// All guarded by mutex_. Null once closed.
+  std::shared_ptr<Endpoint> endpoint_;
   std::shared_ptr<Handle> handle_;
-  const c10::Device device_;
   bool unsupported_ = false;
   std::map<void*, Buffer> buffers_;
   std::map<Size, std::vector<void*>> idle_;

@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
@@ -79,6 +80,8 @@ comm::DeviceGrid device_grid(int device) {
 
 comm::MemoryUse memory_use(int device) {
   const auto index = static_cast<c10::DeviceIndex>(device);
+  // CUDA tells it of the device that is current.
+  const c10::cuda::CUDAGuard on_device(index);
   size_t free = 0, total = 0;
   C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
   constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);

@@ -107,7 +107,7 @@ Issuer::Issuer(std::shared_ptr<Endpoint> endpoint, GroupPtr group, std::shared_p
     : endpoint_(std::move(endpoint)),
       group_(std::move(group)),
       handle_(std::move(handle)),
-      buffers_(std::make_shared<BufferPool>(handle_, endpoint_->settings.tensors)),
+      buffers_(std::make_shared<BufferPool>(endpoint_, handle_)),
       sent_(group_->size(), 0),
       received_(group_->size(), 0) {}
 

@@ -30,11 +30,14 @@ struct Operation {
 /// compared before anything of the operation moves. This takes a wait of the host, which is put off
 /// on side streams: the comparison is under way at once, and the host waits for it, and issues the
 /// operation, when the stream or the group is next used. So ranks may use two groups in different
-/// orders. On the compute stream the host waits at once, because LibTorch uses that stream unasked.
-/// After the first ones the calls of every 64th collective are compared beside the operation, and a
-/// difference found ends the rank's communication afterwards; of all_to_all these leave the splits
-/// out. Of messages the receiver compares the first Settings::checked of each sender with what that
-/// one has put into the store: it waits for the sender to have issued them.
+/// orders, once NCCL has connected them: at a group's first operation of a kind, and a message's
+/// first between two ranks, NCCL's call itself waits for the other ranks to make theirs (for
+/// collectives not with NCCL_RUNTIME_CONNECT=0). On the compute stream the host waits at once,
+/// because LibTorch uses that stream unasked. After the first ones the calls of every 64th
+/// collective are compared beside the operation, and a difference found ends the rank's
+/// communication afterwards; of all_to_all these leave the splits out. Of messages the receiver
+/// compares the first Settings::checked of each sender with what that one has put into the store:
+/// it waits for the sender to have issued them.
 ///
 /// Messages. NCCL runs the operations of a communicator one after another, on whichever streams
 /// they are, and a send is not over before its receive. Ranks that each send first and then receive

@@ -21,6 +21,8 @@ using std::chrono::system_clock;
 
 constexpr const char* kFailure = "ppfsdp/nccl/failure";
 constexpr const char* kLeft = "ppfsdp/nccl/left";
+/// Other ranks than 0 to which no failure is news any more.
+constexpr const char* kHeard = "ppfsdp/nccl/heard";
 /// Periods between reports that say nothing new.
 constexpr int kQuietPeriods = 3;
 constexpr milliseconds kPatience{2000};
@@ -35,6 +37,13 @@ std::optional<std::string> read(c10d::Store& store, const std::string& key) {
 
 void write(c10d::Store& store, const std::string& key, const std::string& text) {
   store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
+}
+
+void wait_for_count(c10d::Store& store, const char* key, int64_t count, milliseconds limit) {
+  const auto deadline = steady_clock::now() + limit;
+  while (store.add(key, 0) < count && steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(milliseconds(2));
+  }
 }
 
 }  // namespace
@@ -59,6 +68,13 @@ struct Reporter::State {
   steady_clock::time_point neighbour_time{};
   bool gone = false;
   bool left = false;
+  bool heard = false;
+
+  /// No failure is news to this rank from now on.
+  void count_heard() {
+    if (!heard && rank.number != 0) store->add(kHeard, 1);
+    heard = true;
+  }
 
   void report(bool always) {
     auto groups = rank.progress();
@@ -101,7 +117,10 @@ struct Reporter::State {
 
   void look_round() {
     report(/*always=*/false);
-    if (const auto failure = find_failure()) return rank.fail(*failure);
+    if (const auto failure = find_failure()) {
+      rank.fail(*failure);
+      return count_heard();
+    }
     watch_neighbour();
   }
 
@@ -211,8 +230,18 @@ void Reporter::publish_failure(const std::string& message, milliseconds limit) {
         state.report(/*always=*/true);
         const std::string note = fmt::format("{}\n{}", state.rank.number, message);
         state.store->compareSet(kFailure, {}, std::vector<uint8_t>(note.begin(), note.end()));
+        state.count_heard();
       },
       limit);
+}
+
+void Reporter::linger(milliseconds limit) {
+  ask(
+      [limit](State& state) {
+        if (state.rank.number != 0) return;
+        wait_for_count(*state.store, kHeard, state.rank.world_size - 1, limit);
+      },
+      limit + kPatience / 4);
 }
 
 void Reporter::leave(milliseconds limit) {
@@ -221,11 +250,9 @@ void Reporter::leave(milliseconds limit) {
         state.left = true;
         state.report(/*always=*/true);
         state.store->add(kLeft, 1);
-        if (state.rank.number != 0) return;
-        const auto deadline = steady_clock::now() + limit;
-        while (state.store->add(kLeft, 0) < state.rank.world_size &&
-               steady_clock::now() < deadline) {
-          std::this_thread::sleep_for(milliseconds(2));
+        state.count_heard();
+        if (state.rank.number == 0) {
+          wait_for_count(*state.store, kLeft, state.rank.world_size, limit);
         }
       },
       limit + kPatience / 4);

@@ -58,6 +58,10 @@ class Reporter {
   /// world stays. Waits for `limit` at most.
   void publish_failure(const std::string& message, std::chrono::milliseconds limit);
 
+  /// After a failure of this rank, for its end: on rank 0, whose process has the store, waits until
+  /// every other rank has heard of a failure, has failed or has left, for `limit` at most.
+  void linger(std::chrono::milliseconds limit);
+
   /// The rank has ended its work: a last report, and on rank 0, where the store is, a wait for the
   /// others' last ones. No news after that. Waits for `limit` at most.
   void leave(std::chrono::milliseconds limit);

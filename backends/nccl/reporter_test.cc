@@ -22,7 +22,8 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 /// A rank that has a reporter.
 class Member {
  public:
-  Member(const StorePtr& store, int number, int world_size, milliseconds silence = seconds(3600)) {
+  Member(const StorePtr& store, int number, int world_size, milliseconds silence = seconds(3600),
+         milliseconds period = kPeriod) {
     Reporter::Rank rank;
     rank.number = number;
     rank.world_size = world_size;
@@ -36,7 +37,7 @@ class Member {
       if (why_.empty()) why_ = why;
       failed_.notify_all();
     };
-    reporter = std::make_unique<Reporter>(store, std::move(rank), kPeriod, silence);
+    reporter = std::make_unique<Reporter>(store, std::move(rank), period, silence);
   }
   ~Member() { reporter.reset(); }
 
@@ -113,7 +114,8 @@ TEST(Reporter, ANeighbourThatFallsSilentIsTakenForDeadByARankThatWaits) {
   Member first(store, 0, 2, milliseconds(60));
   {
     Member second(store, 1, 2);
-    wait_for_report(first, 1, 0);
+    second.set_progress({1, 0, "barrier"});
+    EXPECT_TRUE(wait_for_report(first, 1, 1));
   }
   EXPECT_EQ(first.wait_for_failure(),
             "rank 1 gave no sign of life for 0.06 s: its process ended or hangs");
@@ -154,6 +156,25 @@ TEST(Reporter, RankZeroStaysUntilTheOthersHaveLeft) {
   first.reporter->leave(kPatience);
   EXPECT_TRUE(second_left);
   later.join();
+}
+
+// The others would say that the store is gone, not why.
+TEST(Reporter, AFailedRankZeroStaysUntilTheOthersKnow) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  Member first(store, 0, 4), left(store, 1, 4), failed(store, 2, 4);
+  // Looks for failures long after this one.
+  Member slow(store, 3, 4, seconds(3600), milliseconds(150));
+  left.reporter->leave(kPatience);
+  first.reporter->publish_failure("the cause", kPatience);
+  failed.reporter->publish_failure("a failure of its own", kPatience);
+  first.reporter->linger(kPatience);
+  EXPECT_TRUE(slow.failed());
+  // For a rank that is gone it waits no longer than it is told to.
+  Member last(c10::make_intrusive<c10d::HashStore>(), 0, 2);
+  last.reporter->publish_failure("the cause", kPatience);
+  last.reporter->linger(milliseconds(20));
+  // Only rank 0 has the store.
+  slow.reporter->linger(kPatience);
 }
 
 /// A store whose machine has gone: some calls fail, or never return.

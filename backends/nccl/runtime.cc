@@ -31,6 +31,8 @@ using std::chrono::milliseconds;
 
 /// How long rank 0 waits for the others' goodbyes.
 constexpr milliseconds kGoodbye{2000};
+/// And after a failure for so many of the periods in which they look for one, but no longer.
+constexpr int kHearing = 10;
 /// CUDA's numbers: the lower, the more urgent.
 constexpr int kHighPriority = -1;
 
@@ -85,6 +87,10 @@ class Background {
   }
   ~Background() {
     watchdog_.reset();
+    if (endpoint_->failed() && endpoint_->reporter != nullptr) {
+      // The store ends with rank 0's process, and with it what it says of the cause.
+      endpoint_->reporter->linger(std::min(kGoodbye, kHearing * endpoint_->settings.report));
+    }
     endpoint_->reporter.reset();
     for (const auto& deferred : endpoint_->deferred()) deferred->end();
     endpoint_->clear();

@@ -60,8 +60,9 @@ struct Settings {
 class NcclRuntime : public comm::Runtime {
  public:
   /// How often the host has blocked for the device: in Event::synchronize, Stream::synchronize,
-  /// barrier, subgroup and in operations whose calls are compared before they start. A training
-  /// step whose operations are past those adds none.
+  /// barrier, subgroup, in operations whose calls are compared before they start, and where memory
+  /// for a group's operations is given up for other memory. A training step whose operations are
+  /// past those adds none.
   virtual uint64_t host_waits() const = 0;
 };
 

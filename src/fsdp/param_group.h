@@ -67,16 +67,17 @@ struct FSDPParam {
 /// allocated by the stream that writes it first, and goes only when that stream has waited for the
 /// others that use it, or will have before it writes what it allocates next:
 ///
-///   buffer                             of stream        others                 who waits, and
-///   where flat_shards_, post_forward_shards_ compute          copy_in, all_gather wait_for_unshard
-///   gathered, by cast or copy          copy_in          all_gather, compute    wait_for_unshard
-///   gathered, as is                    all_gather       compute                wait_for_unshard
-///   (both kinds when nobody took them) drop_unused_all_gather unsharded_memory_ compute          -
-///   unsharded gradients                compute          -
-///   reduce-scatter's input             compute          reduce_scatter         finish_reduce
-///   reduce-scatter's output, its cast  reduce_scatter   -
-///   sharded gradients (these outputs)  reduce_scatter   compute (optimizer)    reduce_gradients,
-///                                                                              next backward
+///   buffer                             of stream       others                who waits, and where
+///   flat_ and post_forward_shards_     compute         copy_in, all_gather   wait_for_unshard *
+///   gathered, by cast or copy          copy_in         all_gather, compute   wait_for_unshard *
+///   gathered, as is                    all_gather      compute               wait_for_unshard *
+///   unsharded_memory_                  compute         -
+///   unsharded gradients                compute         -
+///   reduce-scatter's input             compute         reduce_scatter        finish_reduce
+///   reduce-scatter's output, its cast  reduce_scatter  -
+///   sharded gradients (these outputs)  reduce_scatter  compute (optimizer)   next reduce_gradients
+///
+///   * drop_unused_all_gather when nobody took what was gathered
 class FSDPParamGroup {
  public:
   enum class TrainingState { kIdle, kForward, kPreBackward, kPostBackward };

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
+#include <c10/core/CachingDeviceAllocator.h>
 
 #include <algorithm>
 #include <chrono>
@@ -38,8 +39,16 @@ double measure_peak_flops() {
 
 double measure_peak_flops(comm::Runtime& runtime, c10::ScalarType dtype) {
   if (runtime.device().is_cpu()) return measure_peak_flops();
-  return measure(8192, at::TensorOptions(dtype).device(runtime.device()), 4,
-                 [&] { runtime.compute_stream().synchronize(); });
+  const c10::Device device = runtime.device();
+  const double flops = measure(8192, at::TensorOptions(dtype).device(device), 4,
+                               [&] { runtime.compute_stream().synchronize(); });
+  if (device.is_cuda()) {
+    // Half a GiB or more, which is no memory of training.
+    c10::DeviceAllocator* const allocator = c10::getDeviceAllocator(device.type());
+    allocator->emptyCache();
+    allocator->resetPeakStats(device.index());
+  }
+  return flops;
 }
 
 }  // namespace ppfsdp::train

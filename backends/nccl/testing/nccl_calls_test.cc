@@ -352,6 +352,31 @@ TEST(NcclCalls, WithoutSuchMemoryTheStreamsIsTaken) {
   EXPECT_THAT(world.find_faults(), IsEmpty());
 }
 
+// Memory is idle once the host has dropped its tensor, while its stream may still write there:
+// find_faults looks for that.
+TEST(NcclCalls, MemoryIsFreedForOtherMemoryOnlyOnceItsStreamIsDone) {
+  ThreadWorldOptions options = make_options();
+  options.devices.late = true;
+  ThreadWorld world(2, options);
+  world.nccl().inject(
+      [](const NcclCall& call) { return call.function == "MemAlloc" && call.count > 8192; },
+      {NcclFault::Kind::kFails, ncclUnhandledCudaError, "out of memory"});
+  const auto errors = world.run([&](NcclRuntime& runtime) {
+    comm::Communicator& group = *runtime.world();
+    comm::Stream& stream = runtime.compute_stream();
+    const at::Tensor input = at::ones({500});
+    group.all_gather_into(group.allocate(1000, at::kFloat, stream), input, stream);
+    EXPECT_EQ(group.allocate(10000, at::kFloat, stream).numel(), 10000);
+    int freed = 0;
+    for (const NcclCall& call : world.nccl().calls(runtime.rank())) {
+      freed += call.function == "MemFree" ? 1 : 0;
+    }
+    EXPECT_EQ(freed, 1) << "what is idle is not given up for what is needed";
+  });
+  EXPECT_THAT(errors, ::testing::Each(IsEmpty()));
+  EXPECT_THAT(world.find_faults(), IsEmpty());
+}
+
 // The first `checked` operations and every 64th after them are compared by one gather of the calls,
 // on the operation's own communicator and stream; no other pays for it.
 TEST(NcclCalls, AComparisonIsOneGatherBeforeTheOperation) {
