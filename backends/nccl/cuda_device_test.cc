@@ -16,6 +16,8 @@ using ::testing::Not;
 TEST(CudaDevice, ReasonsAreOneLineAndTheFactorysToo) {
   const auto reason = why_unavailable();
   if (!reason) {
+    // The caching allocator has no figures before.
+    use_device(0);
     EXPECT_GT(memory_use(0).total_bytes, 0);
     EXPECT_GT(device_grid(0).multiprocessors, 0);
     EXPECT_FALSE(pci_bus_id(0).empty());
