@@ -31,6 +31,15 @@ int attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+/// c10::Error in one line if this process does not see that many GPUs.
+void check_visible(int index) {
+  int count = 0;
+  C10_CUDA_CHECK(cudaGetDeviceCount(&count));
+  TORCH_CHECK(index >= 0 && index < count, "nccl: local rank ", index,
+              " has no GPU of its own: ", count, count == 1 ? " is" : " are", " visible (",
+              visible(), "); start one rank a visible GPU at most");
+}
+
 }  // namespace
 
 std::optional<std::string> why_no_cuda() {
@@ -58,16 +67,13 @@ std::optional<std::string> why_no_cuda() {
 }
 
 void use_device(int index) {
-  int count = 0;
-  C10_CUDA_CHECK(cudaGetDeviceCount(&count));
-  TORCH_CHECK(index >= 0 && index < count, "nccl: local rank ", index,
-              " has no GPU of its own: ", count, count == 1 ? " is" : " are", " visible (",
-              visible(), "); start one rank a visible GPU at most");
+  check_visible(index);
   at::globalContext().lazyInitDevice(c10::kCUDA);
   c10::cuda::set_device(static_cast<c10::DeviceIndex>(index));
 }
 
 std::string pci_bus_id(int device) {
+  check_visible(device);
   std::array<char, 32> text{};
   C10_CUDA_CHECK(cudaDeviceGetPCIBusId(text.data(), text.size(), device));
   return text.data();

@@ -15,7 +15,7 @@ std::optional<std::string> why_no_cuda();
 /// not see that many.
 void use_device(int index);
 
-/// "0000:3b:00.0".
+/// "0000:3b:00.0"; c10::Error as use_device. Starts nothing on the GPU.
 std::string pci_bus_id(int device);
 
 comm::DeviceGrid device_grid(int device);

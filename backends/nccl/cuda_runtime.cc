@@ -19,10 +19,10 @@ std::unique_ptr<comm::Runtime> make_runtime(const NcclOptions& options) {
   const std::optional<std::string> reason = why_no_cuda();
   TORCH_CHECK(!reason, "nccl: ", *reason);
   const int device = options.local_rank;
-  use_device(device);
-  // Before any thread of the runtime starts, as threads inherit it.
+  // Before CUDA or this runtime start threads, which inherit it, and pin memory.
   const std::string bound = start::bind_to_gpu(pci_bus_id(device));
   if (options.log) options.log(bound);
+  use_device(device);
 
   Settings settings;
   settings.rank = options.rank;

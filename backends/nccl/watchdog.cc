@@ -55,9 +55,14 @@ Watchdog::~Watchdog() {
 
 void Watchdog::run(State& state) {
   Endpoint& endpoint = *state.endpoint;
-  // Events and communicators are of this device; a new thread's is another.
-  c10::impl::VirtualGuardImpl(endpoint.settings.streams.type())
-      .setDevice(endpoint.settings.streams);
+  try {
+    // Events and communicators are of this device; a new thread's is another.
+    c10::impl::VirtualGuardImpl(endpoint.settings.streams.type())
+        .setDevice(endpoint.settings.streams);
+  } catch (const std::exception& error) {
+    endpoint.fail(fmt::format("the device failed: {}; this is rank {}",
+                              comm::first_line(error.what()), endpoint.settings.rank));
+  }
   for (;;) {
     endpoint.rest(endpoint.settings.poll);
     if (!endpoint.failed()) {
