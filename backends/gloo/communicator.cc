@@ -11,10 +11,6 @@
 namespace ppfsdp::gloo {
 namespace {
 
-/// Every 64th call is compared after the first ones: at a small part of the cost, a run that goes
-/// wrong late still says so.
-constexpr uint64_t kCheckPeriod = 64;
-
 OperationQueue& queue_of(comm::Stream& stream) {
   auto* queue = dynamic_cast<OperationQueue*>(&stream);
   TORCH_CHECK(queue != nullptr, "stream '", stream.name(),
@@ -31,7 +27,7 @@ GlooCommunicator::GlooCommunicator(std::shared_ptr<Group> group)
       received_(size(), 0) {}
 
 bool GlooCommunicator::checks(uint64_t number) const {
-  return number < group_->endpoint->options.checked || number % kCheckPeriod == 0;
+  return number < group_->endpoint->options.checked || number % comm::kComparePeriod == 0;
 }
 
 Place GlooCommunicator::here() const {

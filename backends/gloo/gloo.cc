@@ -1,12 +1,9 @@
 #include "backends/gloo/gloo.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <chrono>
 #include <exception>
 #include <numeric>
-#include <optional>
 #include <utility>
 
 #include "backends/gloo/collectives.h"
@@ -83,13 +80,8 @@ class GlooRuntime final : public comm::Runtime {
 }  // namespace
 
 GlooOptions GlooOptions::from_environment() {
-  const std::optional<start::Launched> launched =
-      start::read_launcher(start::process_environment());
-  TORCH_CHECK(launched,
-              "environment variable WORLD_SIZE is not set; it is the number of ranks, as "
-              "torchrun sets it");
   GlooOptions options;
-  options.take(*launched);
+  options.take(start::read_own_launcher());
   return options;
 }
 

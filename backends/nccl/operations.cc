@@ -20,10 +20,6 @@ namespace {
 
 using comm::Call;
 
-/// Every 64th call is compared after the first ones: at a small part of the cost, a run that goes
-/// wrong late still says so.
-constexpr uint64_t kCheckPeriod = 64;
-
 std::string message_key(const Group& group, int from, int to, uint64_t number) {
   return fmt::format("ppfsdp/nccl/message/{}/{}/{}/{}", group.key, from, to, number);
 }
@@ -143,7 +139,8 @@ void Issuer::collective(Operation operation, const std::shared_ptr<NcclStream>& 
     finish_check(operation.what, *check, *stream);
     return launch(std::move(operation), *stream);
   }
-  const bool compared = !alone && number % kCheckPeriod == 0 && endpoint_->settings.checked > 0;
+  const bool compared =
+      !alone && number % comm::kComparePeriod == 0 && endpoint_->settings.checked > 0;
   if (compared) {
     // Found when it is done, which the operation may never be.
     note(operation.what, *stream, start_check(operation.what, /*lists=*/false, *stream),

@@ -285,6 +285,14 @@ std::optional<Launched> read_launcher(const Environment& environment) {
   return read_torchrun(variables, std::nullopt);
 }
 
+Launched read_own_launcher() {
+  const std::optional<Launched> launched = read_launcher(process_environment());
+  TORCH_CHECK(launched,
+              "environment variable WORLD_SIZE is not set; it is the number of ranks, as "
+              "torchrun sets it");
+  return *launched;
+}
+
 std::string first_host(std::string_view list, const char* variable) {
   const auto check = [&](bool ok) {
     TORCH_CHECK(ok, "environment variable ", variable,

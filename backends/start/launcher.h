@@ -57,6 +57,9 @@ struct Launched {
 /// that is missing, is no number, is out of range or contradicts another one.
 std::optional<Launched> read_launcher(const Environment& environment);
 
+/// read_launcher of this process's environment; c10::Error, one line, when no launcher started it.
+Launched read_own_launcher();
+
 /// The first host of a Slurm host list such as "node[01-03,07],gpu5": "node01". c10::Error names
 /// `variable` when the list is malformed.
 std::string first_host(std::string_view list, const char* variable);

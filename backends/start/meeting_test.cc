@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "backends/start/address.h"
+#include "backends/start/testing/agent_store.h"
 #include "src/comm/communicator.h"
 
 namespace ppfsdp::start {
@@ -214,12 +215,7 @@ TEST(Meeting, SaysThatAHostHasNoAddress) {
 // As torchrun's agent does it. A world that is started again must not meet the dead one.
 TEST(Meeting, InAStoreThatSomebodyElseServes) {
   auto ranks = world(3);
-  c10d::TCPStoreOptions settings;
-  settings.port = static_cast<uint16_t>(ranks[0].master_port);
-  settings.isServer = true;
-  settings.waitWorkers = false;
-  settings.masterListenFd = ranks[0].listen_fd;
-  const auto agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", settings);
+  const auto agent = testing::serve_agent_store(ranks[0].master_port, ranks[0].listen_fd);
   for (int attempt = 0; attempt < 2; ++attempt) {
     for (MeetingOptions& options : ranks) {
       options.listen_fd = -1;

@@ -18,11 +18,11 @@
 #include <sstream>
 #include <string>
 #include <thread>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 #include <vector>
 
 #include "backends/start/launcher.h"
+#include "backends/start/testing/agent_store.h"
 #include "src/train/test_util.h"
 
 namespace ppfsdp::cli {
@@ -291,15 +291,10 @@ TEST_F(StartTest, torchruns_variables) { expect_trains(world(2), 2); }
 // torchrun's agent holds the port already, and serves the store there.
 TEST_F(StartTest, torchruns_agent) {
   Port port;
-  c10d::TCPStoreOptions settings;
-  settings.port = static_cast<uint16_t>(port.number());
-  settings.isServer = true;
-  settings.waitWorkers = false;
-  settings.masterListenFd = port.release();
-  const auto agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", settings);
+  const auto agent = start::testing::serve_agent_store(port.number(), port.release());
   std::vector<Start> starts = world(2);
   for (Start& start : starts) {
-    start.variables["MASTER_PORT"] = std::to_string(settings.port);
+    start.variables["MASTER_PORT"] = std::to_string(port.number());
     start.variables["TORCHELASTIC_RUN_ID"] = "none";
     start.variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
     start.variables["TORCHELASTIC_RESTART_COUNT"] = "1";

@@ -13,6 +13,10 @@
 
 namespace ppfsdp::comm {
 
+/// After the first ones every 64th call of a group is compared: at a small part of the cost, a run
+/// that goes wrong late still says so.
+inline constexpr uint64_t kComparePeriod = 64;
+
 /// What one rank asks for in an operation: all that must match between ranks.
 struct Call {
   enum class Kind {

@@ -107,7 +107,6 @@ class Collector {
          .sizes = value.sizes().vec(),
          .sharded = value,
          .unsharded = {},
-         .unsharded_flat = {},
          .accumulated_grad = {},
          .dtype = value.scalar_type(),
          .compute_dtype = value.scalar_type(),

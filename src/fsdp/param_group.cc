@@ -130,6 +130,7 @@ void FSDPParamGroup::make_unsharded_parameters() {
   // They serve training too, though inference may be the first to need them.
   const c10::InferenceMode no_inference(false);
   const c10::NoGradGuard no_grad;
+  unsharded_flats_.clear();
   int64_t total = 0;
   std::vector<int64_t> offsets;
   for (const ParamExtent& extent : gather_layout_.params) {
@@ -148,8 +149,8 @@ void FSDPParamGroup::make_unsharded_parameters() {
       continue;
     }
     param.unsharded = typed_view(unsharded_memory_, param.compute_dtype, offsets[i], param.sizes);
-    param.unsharded_flat =
-        typed_view(unsharded_memory_, gather_dtype_, offsets[i], {gather_layout_.params[i].numel});
+    unsharded_flats_.push_back(
+        typed_view(unsharded_memory_, gather_dtype_, offsets[i], {gather_layout_.params[i].numel}));
   }
 }
 
@@ -207,7 +208,7 @@ at::Tensor FSDPParamGroup::gather_copy(const FlatLayout& layout, comm::Communica
       uses_group_memory_ ? group.allocate(numel, gather_dtype_, copy_in)
                          : copy_in.empty({numel}, flat_shards_.options().dtype(gather_dtype_));
   const at::Tensor input = output.narrow(0, group.rank() * layout.part, layout.part);
-  const bool is_cast_by_parameter = !shards.is_same(post_forward_shards_) && casts_ &&
+  const bool is_cast_by_parameter = state_ != State::kPostForwardSharded && casts_ &&
                                     (shard_dtype_ == at::kByte || gather_dtype_ == at::kByte);
   if (!is_cast_by_parameter) {
     copy_in.run([input, shards] { input.copy_(shards); });
@@ -291,11 +292,7 @@ void FSDPParamGroup::wait_for_unshard() {
     } else {
       make_unsharded_parameters();
     }
-    std::vector<at::Tensor> unsharded;
-    for (const FSDPParam& param : params_) {
-      unsharded.push_back(param.unsharded_flat);
-    }
-    copy_out_all(*pending.layout, pending.output, unsharded);
+    copy_out_all(*pending.layout, pending.output, unsharded_flats_);
     // The buffer's memory goes back to the stream that allocated it, copy_in or all_gather, which
     // may use it again only after this copy. What was gathered, flat_shards_ or
     // post_forward_shards_, is the compute stream's, which has waited for the all-gather above.
@@ -352,8 +349,7 @@ void FSDPParamGroup::to_post_forward_sharded() {
       at::empty({post_forward_layout_.part}, flat_shards_.options().dtype(gather_dtype_));
   for (size_t i = 0; i < params_.size(); ++i) {
     const ParamExtent& extent = post_forward_layout_.params[i];
-    copy_chunk(extent, index, params_[i].unsharded_flat,
-               shards.narrow(0, extent.offset, extent.chunk));
+    copy_chunk(extent, index, unsharded_flats_[i], shards.narrow(0, extent.offset, extent.chunk));
   }
   free_unsharded();
   post_forward_shards_ = shards;

@@ -44,8 +44,6 @@ struct FSDPParam {
   /// What the slots read while unsharded: one leaf for the whole training; its memory comes and
   /// goes.
   at::Tensor unsharded;
-  /// The same memory as the gathered buffer's elements, without autograd: what copy-out fills.
-  at::Tensor unsharded_flat;
   /// Unsharded gradient accumulated in reduce_dtype while synchronisation is off.
   at::Tensor accumulated_grad;
   at::ScalarType dtype;          ///< of the sharded parameter and its gradient
@@ -183,6 +181,9 @@ class FSDPParamGroup {
   at::Tensor flat_shards_;
   /// The one piece of memory under all unsharded parameters, as bytes.
   at::Tensor unsharded_memory_;
+  /// Each parameter's piece of it as the gathered buffer's elements, without autograd: what
+  /// copy-out fills. Empty as long as there are none.
+  std::vector<at::Tensor> unsharded_flats_;
   /// This rank's part after forward with reshard_after_forward = k.
   at::Tensor post_forward_shards_;
   /// Of flat_shards_, in elements of shard_dtype_; and of the gathered buffer, in elements of
